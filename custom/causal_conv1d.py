@@ -257,9 +257,16 @@ def causal_conv1d_update(
             retrieve_parent_token=retrieve_parent_token,
         )
         out = _on_rings(
-            c, tokens, conv_state, weight, bias, activation,
-            cache_seqlens, conv_state_indices, pad_slot_id,
-        )  # fmt: skip
+            c,
+            tokens,
+            conv_state,
+            weight,
+            bias,
+            activation,
+            cache_seqlens,
+            conv_state_indices,
+            pad_slot_id,
+        )
     else:
         window, tree = intermediate_conv_window, None
         c.require(

@@ -133,19 +133,52 @@ def npu_compressor(
                 "state every request begins at position 0.",
             )
         out = call(
-            _ops.npu_compressor_dense, x, wkv, wgate, ape, norm_weight, rope_sin, rope_cos,
-            rope_head_dim, cmp_ratio, cu_seqlens=cu_seqlens, seqused=seqused, coff=coff,
-            norm_eps=norm_eps, rotary_mode=rotary_mode, hadamard=hadamard,
-        )  # fmt: skip
+            _ops.npu_compressor_dense,
+            x,
+            wkv,
+            wgate,
+            ape,
+            norm_weight,
+            rope_sin,
+            rope_cos,
+            rope_head_dim,
+            cmp_ratio,
+            cu_seqlens=cu_seqlens,
+            seqused=seqused,
+            coff=coff,
+            norm_eps=norm_eps,
+            rotary_mode=rotary_mode,
+            hadamard=hadamard,
+        )
         return out if return_cmp_kv else out.new_empty([0])
     out = call(
-        _ops.npu_compressor, x, wkv, wgate, state_cache, ape, norm_weight, rope_sin, rope_cos,
-        rope_head_dim, cmp_ratio, state_block_table=state_block_table, cu_seqlens=cu_seqlens,
-        seqused=seqused, start_pos=start_pos, coff=coff, norm_eps=norm_eps,
-        rotary_mode=rotary_mode, cache_mode=cache_mode, cmp_cache=cmp_cache,
-        cmp_scale_cache=cmp_scale_cache, cmp_block_table=cmp_block_table, kind=kind,
-        hadamard=hadamard, hadamard_round=hadamard_round, return_cmp_kv=return_cmp_kv,
-    )  # fmt: skip
+        _ops.npu_compressor,
+        x,
+        wkv,
+        wgate,
+        state_cache,
+        ape,
+        norm_weight,
+        rope_sin,
+        rope_cos,
+        rope_head_dim,
+        cmp_ratio,
+        state_block_table=state_block_table,
+        cu_seqlens=cu_seqlens,
+        seqused=seqused,
+        start_pos=start_pos,
+        coff=coff,
+        norm_eps=norm_eps,
+        rotary_mode=rotary_mode,
+        cache_mode=cache_mode,
+        cmp_cache=cmp_cache,
+        cmp_scale_cache=cmp_scale_cache,
+        cmp_block_table=cmp_block_table,
+        kind=kind,
+        hadamard=hadamard,
+        hadamard_round=hadamard_round,
+        return_cmp_kv=return_cmp_kv,
+    )
     return out
 
 

@@ -310,9 +310,11 @@ def npu_ring_attention_update(
     c.shape("prev_attn_out", prev_attn_out, "S B H" if input_layout == "SBH" else "T N D")
     c.shape("cur_attn_out", cur_attn_out, "S B H" if input_layout == "SBH" else "T N D")
     statistics = dict(
-        prev_softmax_max=prev_softmax_max, prev_softmax_sum=prev_softmax_sum,
-        cur_softmax_max=cur_softmax_max, cur_softmax_sum=cur_softmax_sum,
-    )  # fmt: skip
+        prev_softmax_max=prev_softmax_max,
+        prev_softmax_sum=prev_softmax_sum,
+        cur_softmax_max=cur_softmax_max,
+        cur_softmax_sum=cur_softmax_sum,
+    )
     for name, each in statistics.items():
         c.shape(name, each, "B N S 8" if input_layout == "SBH" else "T N 8")
     if input_layout == "SBH":

@@ -200,9 +200,14 @@ def quantize_index_query(
     (torch.int8, torch.Size([1, 2, 4]), None)
     """
     values, scales = _ops.npu_quantize_index_query(
-        q, weights, kind=kind, fold=fold, scale_format=scale_format,
-        index_hadamard=index_hadamard, hadamard_round=hadamard_round,
-    )  # fmt: skip
+        q,
+        weights,
+        kind=kind,
+        fold=fold,
+        scale_format=scale_format,
+        index_hadamard=index_hadamard,
+        hadamard_round=hadamard_round,
+    )
     return (values, scales, None) if fold else (values, weights, scales)
 
 
@@ -561,8 +566,21 @@ def flash_mla_sparse_fp8(
     lengths = torch.full((batch,), pages * page, dtype=torch.int32, device=rows.device)
     dtype: Any = torch.float8_e4m3fn if rows.dtype is torch.uint8 else None
     out, top, total = npu_kv_quant_sparse_flash_attention_lse(
-        q, rows, rows, indices[:, :, None], sm_scale, 2, 2, block_table=table,
-        actual_seq_lengths_kv=lengths, layout_kv="PA_BSND", sparse_mode=0, attention_mode=2,
-        key_dtype=dtype, value_dtype=dtype, sinks=attn_sink, row_layout="nope_scale_rope",
-    )  # fmt: skip
+        q,
+        rows,
+        rows,
+        indices[:, :, None],
+        sm_scale,
+        2,
+        2,
+        block_table=table,
+        actual_seq_lengths_kv=lengths,
+        layout_kv="PA_BSND",
+        sparse_mode=0,
+        attention_mode=2,
+        key_dtype=dtype,
+        value_dtype=dtype,
+        sinks=attn_sink,
+        row_layout="nope_scale_rope",
+    )
     return out, (top + total.log())[:, 0].mT

@@ -125,12 +125,18 @@ def figures() -> str:
     firsts = {row.context: row for row in reversed(steps) if row.what.endswith("one card")}
     lines = [
         (
-            row.what, f"{row.context // 1024}K", f"{row.compute:.0f}", f"{row.collectives:.0f}",
-            f"{row.merge:.0f}", f"**{row.total:.0f}**", f"{row.hidden:.0f}",
-            f"{firsts[row.context].total / row.total:.2f}x", tokens(row),
+            row.what,
+            f"{row.context // 1024}K",
+            f"{row.compute:.0f}",
+            f"{row.collectives:.0f}",
+            f"{row.merge:.0f}",
+            f"**{row.total:.0f}**",
+            f"{row.hidden:.0f}",
+            f"{firsts[row.context].total / row.total:.2f}x",
+            tokens(row),
         )
         for row in steps
-    ]  # fmt: skip
+    ]
     head = (
         "", "context", "compute", "collectives", "merge", "all", "hidden", "one card's time",
         "tokens",

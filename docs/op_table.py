@@ -38,90 +38,148 @@ class Purpose:
 
 PURPOSES = (
     Purpose(
-        "DSA layer in one call", "整个 DSA 层，一次调用", f"{HALF}; {EIGHT}", "which_op.md",
+        "DSA layer in one call",
+        "整个 DSA 层，一次调用",
+        f"{HALF}; {EIGHT}",
+        "which_op.md",
         (
-            "npu_sparse_attention_pto", "npu_sparse_attention_indices_pto",
+            "npu_sparse_attention_pto",
+            "npu_sparse_attention_indices_pto",
             "npu_sparse_attention_shared_pto",
         ),
     ),
     Purpose(
-        "DeepSeek-V4 layer in one call", "整个 DeepSeek-V4 层，一次调用", f"{HALF}; {EIGHT}",
-        "design/sparse_attention_v4_pto.md", ("npu_sparse_attention_v4_pto",),
+        "DeepSeek-V4 layer in one call",
+        "整个 DeepSeek-V4 层，一次调用",
+        f"{HALF}; {EIGHT}",
+        "design/sparse_attention_v4_pto.md",
+        ("npu_sparse_attention_v4_pto",),
     ),
     Purpose(
         "its stages: projections, entries, attention, output",
-        "其各阶段：投影、压缩条目、注意力、输出", f"{HALF}; {EIGHT}",
+        "其各阶段：投影、压缩条目、注意力、输出",
+        f"{HALF}; {EIGHT}",
         "design/sparse_attn_sharedkv.md",
         (
-            "npu_sharedkv_prolog_pto", "npu_compressor", "npu_sparse_attn_sharedkv",
-            "npu_kv_quant_sparse_attn_sharedkv", "npu_grouped_o_proj_pto",
+            "npu_sharedkv_prolog_pto",
+            "npu_compressor",
+            "npu_sparse_attn_sharedkv",
+            "npu_kv_quant_sparse_attn_sharedkv",
+            "npu_grouped_o_proj_pto",
         ),
     ),
     Purpose(
-        "its hyper-connections", "其超连接", HALF, "design/sparse_attention_v4_pto.md",
+        "its hyper-connections",
+        "其超连接",
+        HALF,
+        "design/sparse_attention_v4_pto.md",
         ("npu_hc_pre", "npu_hc_post", "npu_hc_post_pre"),
     ),
     Purpose(
-        "MLA projections, norms, RoPE, cache write", "MLA 投影、归一化、RoPE、写缓存",
-        f"{HALF}; {EIGHT}", "layouts.md", ("npu_mla_prolog_pto", "npu_mla_prolog_v3"),
+        "MLA projections, norms, RoPE, cache write",
+        "MLA 投影、归一化、RoPE、写缓存",
+        f"{HALF}; {EIGHT}",
+        "layouts.md",
+        ("npu_mla_prolog_pto", "npu_mla_prolog_v3"),
     ),
     Purpose(
-        "the same for the indexer", "索引器的同类步骤", f"{HALF}; {EIGHT}", "layouts.md",
+        "the same for the indexer",
+        "索引器的同类步骤",
+        f"{HALF}; {EIGHT}",
+        "layouts.md",
         ("npu_indexer_prolog_pto", "npu_lightning_indexer_prolog_pto"),
     ),
     Purpose(
-        "top-k keys of every query", "每个查询的 top-k 键", HALF, "which_op.md",
+        "top-k keys of every query",
+        "每个查询的 top-k 键",
+        HALF,
+        "which_op.md",
         ("npu_lightning_indexer", "npu_lightning_indexer_scores", "npu_lightning_indexer_grad"),
     ),
     Purpose(
-        "attention over selected latents", "对选中潜向量的注意力", HALF, "which_op.md",
+        "attention over selected latents",
+        "对选中潜向量的注意力",
+        HALF,
+        "which_op.md",
         ("npu_sparse_flash_attention", "npu_sparse_flash_attention_grad"),
     ),
     Purpose(
-        "both on caches of 8 bits", "8 位缓存上的以上两者", EIGHT, "quantised.md",
+        "both on caches of 8 bits",
+        "8 位缓存上的以上两者",
+        EIGHT,
+        "quantised.md",
         (
-            "npu_quant_lightning_indexer", "npu_quant_lightning_indexer_scores",
-            "npu_kv_quant_sparse_flash_attention", "npu_kv_quant_sparse_flash_attention_lse",
+            "npu_quant_lightning_indexer",
+            "npu_quant_lightning_indexer_scores",
+            "npu_kv_quant_sparse_flash_attention",
+            "npu_kv_quant_sparse_flash_attention_lse",
         ),
     ),
     Purpose(
-        "write caches of 8 bits", "写 8 位缓存", FLOAT, "quantised.md",
+        "write caches of 8 bits",
+        "写 8 位缓存",
+        FLOAT,
+        "quantised.md",
         (
-            "npu_latent_cache_write", "npu_index_cache_write", "quantize_index_query", "hadamard",
+            "npu_latent_cache_write",
+            "npu_index_cache_write",
+            "quantize_index_query",
+            "hadamard",
         ),
     ),
     Purpose(
-        "train the indexer", "训练索引器", HALF, "which_op.md",
+        "train the indexer",
+        "训练索引器",
+        HALF,
+        "which_op.md",
         ("compute_index_loss_sparse", "npu_sparse_lightning_indexer_grad_kl_loss"),
     ),
     Purpose(
-        "dense attention", "稠密注意力", HALF, "porting/flash_attention.md",
+        "dense attention",
+        "稠密注意力",
+        HALF,
+        "porting/flash_attention.md",
         ("npu_fused_attention",),
     ),
     Purpose(
-        "GDN and KDA, prefill and training", "GDN 与 KDA：预填充与训练", HALF, "porting/fla.md",
+        "GDN and KDA, prefill and training",
+        "GDN 与 KDA：预填充与训练",
+        HALF,
+        "porting/fla.md",
         ("npu_chunk_gated_delta_rule", "npu_chunk_kda"),
     ),
     Purpose(
-        "GDN and KDA, decode", "GDN 与 KDA：解码", FLOAT, "porting/fla.md",
+        "GDN and KDA, decode",
+        "GDN 与 KDA：解码",
+        FLOAT,
+        "porting/fla.md",
         (
-            "npu_fused_sigmoid_gating_delta_rule_update", "npu_recurrent_gated_delta_rule",
+            "npu_fused_sigmoid_gating_delta_rule_update",
+            "npu_recurrent_gated_delta_rule",
             "npu_gated_delta_layer_decode",
         ),
     ),
     Purpose(
-        "short convolution", "短卷积", FLOAT, "porting/causal_conv1d.md",
+        "short convolution",
+        "短卷积",
+        FLOAT,
+        "porting/causal_conv1d.md",
         (
-            "npu_causal_conv1d", "npu_causal_conv1d_update", "npu_fused_causal_conv1d",
+            "npu_causal_conv1d",
+            "npu_causal_conv1d_update",
+            "npu_fused_causal_conv1d",
             "npu_fused_causal_conv1d_v2",
         ),
     ),
     Purpose("gated RMSNorm", "门控 RMSNorm", FLOAT, "porting/fla.md", ("npu_gated_rms_norm",)),
     Purpose(
-        "merge results of several cards", "合并多卡结果", FLOAT, "parallel.md",
+        "merge results of several cards",
+        "合并多卡结果",
+        FLOAT,
+        "parallel.md",
         ("npu_merge_states", "npu_merge_topk", "npu_localize_indices"),
     ),
-)  # fmt: skip
+)
 
 
 def public(spec: Spec) -> str | None:
@@ -165,9 +223,12 @@ def _drawn(head: tuple[str, ...], language: str, without: str) -> str:
         names = ", ".join(f"`{name}`" for name in purpose.names)
         page = purpose.page.removesuffix(".md").rpartition("/")[2]
         cells = (
-            getattr(purpose, language), names, purpose.dtypes, with_kernels(purpose.names, without),
+            getattr(purpose, language),
+            names,
+            purpose.dtypes,
+            with_kernels(purpose.names, without),
             f"[{page}](docs/{purpose.page})",
-        )  # fmt: skip
+        )
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 

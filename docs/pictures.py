@@ -17,13 +17,27 @@ def dsa_layer() -> Picture:
     p.box(140, 18, 470, 372, "ours", dashed=True)
     p.text(375, 40, "all of it in one call: npu_sparse_attention_pto", bold=True)
     p.labelled(
-        160, 62, 210, 74, "ours", "MLA prolog", "npu_mla_prolog_pto", "project, norm, RoPE, write",
+        160,
+        62,
+        210,
+        74,
+        "ours",
+        "MLA prolog",
+        "npu_mla_prolog_pto",
+        "project, norm, RoPE, write",
         code=1,
-    )  # fmt: skip
+    )
     p.labelled(
-        160, 238, 210, 74, "ours", "indexer prolog", "npu_indexer_prolog_pto",
-        "project, norm, RoPE, write", code=1,
-    )  # fmt: skip
+        160,
+        238,
+        210,
+        74,
+        "ours",
+        "indexer prolog",
+        "npu_indexer_prolog_pto",
+        "project, norm, RoPE, write",
+        code=1,
+    )
     p.labelled(405, 62, 185, 40, "memory", "kv_cache, kr_cache", "latents, rotary keys")
     p.labelled(405, 330, 185, 40, "memory", "index_k_cache", "index keys")
     p.labelled(405, 238, 185, 62, "ours", "indexer: top-k keys", "npu_lightning_indexer", code=1)
@@ -89,9 +103,14 @@ def gdn_layer() -> Picture:
     for i, row in enumerate(rows):
         for x, cell in zip((20, 84, 282, 526), row, strict=True):
             p.text(
-                x, 300 + 21 * i, cell, size=12, anchor="start", bold=i == 0 or x == 20,
+                x,
+                300 + 21 * i,
+                cell,
+                size=12,
+                anchor="start",
+                bold=i == 0 or x == 20,
                 code=i > 0 and x > 20,
-            )  # fmt: skip
+            )
     p.rule(20, 306, 684, 306)
     return p
 
@@ -126,13 +145,18 @@ def paged_cache() -> Picture:
         p.arrow((120 + i * 4 * side + 2 * side - 2, 140), (200 + page * 64, 176))
     p.text(20, 262, "slot = page * P + p % P", anchor="start", code=True, bold=True)
     p.text(
-        20, 288, "Position 9 lies in page block_table[b, 9 // 4] = 5, so its slot is "
-        "5 * 4 + 1 = 21.", anchor="start",
-    )  # fmt: skip
+        20,
+        288,
+        "Position 9 lies in page block_table[b, 9 // 4] = 5, so its slot is 5 * 4 + 1 = 21.",
+        anchor="start",
+    )
     p.text(
-        20, 310, "cache_index and slots take slots. Indices of the indexer are positions.",
-        anchor="start", kind="soft",
-    )  # fmt: skip
+        20,
+        310,
+        "cache_index and slots take slots. Indices of the indexer are positions.",
+        anchor="start",
+        kind="soft",
+    )
     return p
 
 
@@ -162,13 +186,17 @@ def causal() -> Picture:
     p.text(20, 222, "query i sees key j  if  j <= i + S2 - S", anchor="start", code=True)
     p.text(372, 222, "and  i + S2 - S - j < window", anchor="start", code=True)
     p.text(
-        20, 250, "The last query always sees the last key: a decode step needs no mask.",
+        20,
+        250,
+        "The last query always sees the last key: a decode step needs no mask.",
         anchor="start",
-    )  # fmt: skip
+    )
     p.text(
-        20, 272, "window counts the key itself: window_size=(w, 0) of others is window=w + 1.",
+        20,
+        272,
+        "window counts the key itself: window_size=(w, 0) of others is window=w + 1.",
         anchor="start",
-    )  # fmt: skip
+    )
     return p
 
 
@@ -215,9 +243,11 @@ def dispatch() -> Picture:
         p.labelled(x, 178, 204, 54, "ours", first, second)
     p.text(20, 266, "CUSTOM_BACKEND=reference runs plain PyTorch on any device.", anchor="start")
     p.text(
-        20, 288, "A call that no backend can run raises NotSupported with each one's reason;",
+        20,
+        288,
+        "A call that no backend can run raises NotSupported with each one's reason;",
         anchor="start",
-    )  # fmt: skip
+    )
     p.text(20, 308, "nothing falls back in silence.", anchor="start")
     return p
 

@@ -103,9 +103,13 @@ def ratios(
     scale = (right - left) / most
     p.text(16, 27, title, size=14, bold=True, anchor="start")
     p.text(
-        16, 48, f"{whose} time over ours: right of the line ours is faster", size=12,
-        anchor="start", kind="soft",
-    )  # fmt: skip
+        16,
+        48,
+        f"{whose} time over ours: right of the line ours is faster",
+        size=12,
+        anchor="start",
+        kind="soft",
+    )
     for tick in range(1, int(most) + 1):
         x = left + tick * scale
         p.rule(x, top - 8, x, bottom, dashed=tick > 1)
@@ -142,10 +146,11 @@ def hero() -> Picture:
         for bar in bars([found[op, case]])
     ]
     return ratios(
-        "DeepSeek-V3.2's shapes on one H200", drawn,
+        "DeepSeek-V3.2's shapes on one H200",
+        drawn,
         "128 heads, 64K keys, top 2048, bf16 where not said; the fastest public kernel measured "
         "for each row",
-    )  # fmt: skip
+    )
 
 
 def of_csv(path: Path) -> Picture | None:

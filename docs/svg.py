@@ -47,9 +47,17 @@ class Picture:
         self._parts.append(f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}"{edge}{dash}/>')
 
     def text(
-        self, x: float, y: float, words: str, *, size: int = 13, anchor: str = "middle",
-        kind: str = "ink", bold: bool = False, code: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        size: int = 13,
+        anchor: str = "middle",
+        kind: str = "ink",
+        bold: bool = False,
+        code: bool = False,
+    ) -> None:
         extra = ' font-weight="600"' if bold else ""
         extra += ' font-family="monospace"' if code else ""
         self._parts.append(
@@ -66,9 +74,14 @@ class Picture:
         for i, line in enumerate(lines):
             small = 12 if i or len(lines) > 2 else 13
             self.text(
-                x + w / 2, top + 16 * i, line, size=small, bold=i == 0, code=i == code,
+                x + w / 2,
+                top + 16 * i,
+                line,
+                size=small,
+                bold=i == 0,
+                code=i == code,
                 kind="ink" if i == 0 or i == code else "soft",
-            )  # fmt: skip
+            )
 
     def arrow(self, *points: tuple[float, float], dashed: bool = False) -> None:
         path = "M" + "L".join(f"{x:g} {y:g}" for x, y in points)

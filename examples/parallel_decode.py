@@ -86,9 +86,14 @@ class Alone:
 
     def pages(self, requests, capacity, widths):
         return PagedCaches(
-            LAYERS, widths, requests=requests, capacity=capacity, page_size=PAGE,
-            dtype=self.model.dtype, device=self.model.device,
-        )  # fmt: skip
+            LAYERS,
+            widths,
+            requests=requests,
+            capacity=capacity,
+            page_size=PAGE,
+            dtype=self.model.dtype,
+            device=self.model.device,
+        )
 
     def forward(self, tokens, lengths):
         """Logits [B, S, V] of the last S tokens of requests that are `lengths` [B] long with them;
@@ -106,10 +111,14 @@ class Alone:
     def whole(self, number, step, positions):
         pools = self.caches.layers[number]
         arguments: dict[str, Any] = dict(
-            self.layers[number], **step, kv_cache=pools.kv, kr_cache=pools.kr,
-            index_k_cache=pools.index_k, block_table=self.caches.block_table,
+            self.layers[number],
+            **step,
+            kv_cache=pools.kv,
+            kr_cache=pools.kr,
+            index_k_cache=pools.index_k,
+            block_table=self.caches.block_table,
             cache_index=self.caches.slots(positions),
-        )  # fmt: skip
+        )
         return arguments
 
     def attend(self, number, step, positions):

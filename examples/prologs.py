@@ -28,9 +28,19 @@ ones, zeros = (
 )
 
 query, query_rope, query_norm = custom.npu_mla_prolog_pto(
-    x, nz(H, Rq), nz(Rq, N * (Dn + Dr)), new(N, Dn, R), nz(H, R + Dr), new(Rq), new(R),
-    sin, cos, kv, kr, slots,
-)  # fmt: skip
+    x,
+    nz(H, Rq),
+    nz(Rq, N * (Dn + Dr)),
+    new(N, Dn, R),
+    nz(H, R + Dr),
+    new(Rq),
+    new(R),
+    sin,
+    cos,
+    kv,
+    kr,
+    slots,
+)
 query_index, weights = custom.npu_indexer_prolog_pto(
     x, query_norm, nz(Rq, Ni * Di), nz(H, Di), nz(H, Ni), ones, zeros, sin, cos, index_k, slots
 )

@@ -126,9 +126,14 @@ def selection(query, key, weights, paged, kind, hadamard):
     """Positions [B, S, 1, TOP] from a cache of bf16, or of 8 bits as its writer leaves it."""
     if kind is None:
         return custom.npu_lightning_indexer(
-            query, pages(key), weights.to(query.dtype), actual_seq_lengths_key=paged["lengths"],
-            block_table=paged["table"], layout_key="PA_BSND", sparse_count=TOP,
-        )[0]  # fmt: skip
+            query,
+            pages(key),
+            weights.to(query.dtype),
+            actual_seq_lengths_key=paged["lengths"],
+            block_table=paged["table"],
+            layout_key="PA_BSND",
+            sparse_count=TOP,
+        )[0]
     if kind == "fp8":
         packed = torch.zeros(B * S // P, P, 132, dtype=torch.uint8, device=key.device)
         values, scales = custom.index_cache_views(packed, "fp8")
@@ -143,21 +148,38 @@ def selection(query, key, weights, paged, kind, hadamard):
         query, weights, kind=kind, index_hadamard=hadamard
     )
     return custom.npu_quant_lightning_indexer(
-        query, values, weights, scale, scales, 0, 0, actual_seq_lengths_key=paged["lengths"],
-        block_table=paged["table"], layout_key="PA_BSND", sparse_count=TOP,
-    )  # fmt: skip
+        query,
+        values,
+        weights,
+        scale,
+        scales,
+        0,
+        0,
+        actual_seq_lengths_key=paged["lengths"],
+        block_table=paged["table"],
+        layout_key="PA_BSND",
+        sparse_count=TOP,
+    )
 
 
 def attention(query, latent, rope, indices, paged, kind):
     common: dict[str, Any] = dict(
-        block_table=paged["table"], actual_seq_lengths_kv=paged["lengths"], layout_kv="PA_BSND",
+        block_table=paged["table"],
+        actual_seq_lengths_kv=paged["lengths"],
+        layout_kv="PA_BSND",
         attention_mode=2,
-    )  # fmt: skip
+    )
     if kind is None:
         return custom.npu_sparse_flash_attention(
-            query[..., :R], pages(latent), None, indices, SCALE, query_rope=query[..., R:],
-            key_rope=pages(rope), **common,
-        )[0]  # fmt: skip
+            query[..., :R],
+            pages(latent),
+            None,
+            indices,
+            SCALE,
+            query_rope=query[..., R:],
+            key_rope=pages(rope),
+            **common,
+        )[0]
     row_layout = "nope_scale_rope" if kind == "fp8" else "nope_rope_scale"
     dtype = torch.float8_e4m3fn if kind == "fp8" else torch.int8
     rows = torch.zeros(B * S // P, P, 1, 656, dtype=torch.uint8, device=latent.device)

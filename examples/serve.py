@@ -98,9 +98,18 @@ class Engine:
     """Rows of a batch, each with a request or idle, over pages that all rows share."""
 
     def __init__(
-        self, model: Any, head: Any, *, rows: int = 8, pages: int = 64, reach: int = 16,
-        size: int = 16, chunk: int = 32, drafts: int = 2, sampling: Sampling = GREEDY,
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        head: Any,
+        *,
+        rows: int = 8,
+        pages: int = 64,
+        reach: int = 16,
+        size: int = 16,
+        chunk: int = 32,
+        drafts: int = 2,
+        sampling: Sampling = GREEDY,
+    ) -> None:
         """`size` of a page; `reach`: pages of a request at most; `chunk`: prompt tokens at once.
         Without a `head` there are no drafts."""
         sizes = dict(rows=rows, pages=pages, reach=reach, size=size, chunk=chunk, drafts=drafts)
@@ -141,9 +150,14 @@ class Engine:
             for each in (layer.self_attn for layer in self.layers)
         ]
         self.caches: Any = PagedCaches(
-            len(self.layers), layer_widths(config), requests=1, capacity=pages * size,
-            page_size=size, dtype=model.dtype, device=model.device,
-        )  # fmt: skip
+            len(self.layers),
+            layer_widths(config),
+            requests=1,
+            capacity=pages * size,
+            page_size=size,
+            dtype=model.dtype,
+            device=model.device,
+        )
 
     def _hidden(
         self, tokens: Tensor, lengths: Tensor, table: Tensor, places: Tensor
@@ -154,9 +168,13 @@ class Engine:
         return inner.norm(hidden), chosen
 
     def _through(
-        self, numbers: Iterable[int], hidden: Tensor, lengths: Tensor, table: Tensor,
+        self,
+        numbers: Iterable[int],
+        hidden: Tensor,
+        lengths: Tensor,
+        table: Tensor,
         indices: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         """The last S tokens [B, S, H] of requests that are `lengths` long with them, through the
         layers `numbers`. Rows at negative positions are padding."""
         positions = token_positions(lengths, hidden.shape[1])
@@ -165,14 +183,32 @@ class Engine:
         for number in numbers:
             layer, w, pools = self.layers[number], self.weights[number], self.caches.layers[number]
             arguments = (
-                layer.input_layernorm(hidden), w.dq, w.uq_qr, w.uk, w.dkv_kr, w.gamma_cq,
-                w.gamma_ckv, sin, cos, slots, pools.kv, pools.kr, table, lengths,
-            )  # fmt: skip
+                layer.input_layernorm(hidden),
+                w.dq,
+                w.uq_qr,
+                w.uk,
+                w.dkv_kr,
+                w.gamma_cq,
+                w.gamma_ckv,
+                sin,
+                cos,
+                slots,
+                pools.kv,
+                pools.kr,
+                table,
+                lengths,
+            )
             if isinstance(w, SparseAttentionWeights):
                 latent, indices = custom.npu_sparse_attention_indices_pto(
-                    *arguments, w.idx_qb, w.idx_k, w.idx_proj, w.idx_gamma_k, w.idx_beta_k,
-                    pools.index_k, **w.options,
-                )  # fmt: skip
+                    *arguments,
+                    w.idx_qb,
+                    w.idx_k,
+                    w.idx_proj,
+                    w.idx_gamma_k,
+                    w.idx_beta_k,
+                    pools.index_k,
+                    **w.options,
+                )
             else:  # attends to what a layer before it has selected
                 assert indices is not None
                 latent = custom.npu_sparse_attention_shared_pto(*arguments, indices, **w.options)
@@ -181,9 +217,14 @@ class Engine:
         return hidden, indices
 
     def forward(
-        self, tokens: Tensor, lengths: Tensor, table: Tensor, places: Tensor, draws: Tensor,
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        table: Tensor,
+        places: Tensor,
+        draws: Tensor,
         following: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """[B, 1 + S + D]: how many of the tokens behind the first are right, the token that the
         model lets follow each of the S, and the next drafts. `following` [1, S] is that of a
         prompt, where all are right; -1: what the model says."""
@@ -320,9 +361,14 @@ class V4Engine(Engine):
             sparse_attention_v4_weights(each.self_attn, dtype=model.dtype) for each in self.layers
         ]
         caches = V4Caches(
-            model.config, requests=rows, capacity=0, tokens=self.chunk, page_size=size,
-            dtype=model.dtype, device=model.device,
-        )  # fmt: skip
+            model.config,
+            requests=rows,
+            capacity=0,
+            tokens=self.chunk,
+            page_size=size,
+            dtype=model.dtype,
+            device=model.device,
+        )
         caches.reserve(max(reach, -(-pages // rows)) * caches.page_size)
         self.caches = caches
 
@@ -342,9 +388,12 @@ class V4Engine(Engine):
                 )
             post, comb, y = self._together(streams, layer.attn_hc)
             y = custom.npu_sparse_attention_v4_pto(
-                layer.input_layernorm(y).to(hidden.dtype), act_seqs=lengths, **w.arguments,
-                **pools._replace(**own).arguments, **angles[w.options["cmp_ratio"]],
-            )  # fmt: skip
+                layer.input_layernorm(y).to(hidden.dtype),
+                act_seqs=lengths,
+                **w.arguments,
+                **pools._replace(**own).arguments,
+                **angles[w.options["cmp_ratio"]],
+            )
             streams = custom.npu_hc_post(y, streams, post, comb)
             post, comb, y = self._together(streams, layer.ffn_hc)
             y = layer.mlp(layer.post_attention_layernorm(y).to(hidden.dtype), input_ids=tokens)
@@ -354,10 +403,14 @@ class V4Engine(Engine):
     def _together(self, streams: Tensor, site: Any) -> tuple[Tensor, Tensor, Tensor]:
         config = self.model.config
         y, post, comb = custom.npu_hc_pre(
-            streams, site.fn.float(), site.scale.float(), site.base.float(),
-            hc_sinkhorn_iters=config.hc_sinkhorn_iters, norm_eps=config.rms_norm_eps,
+            streams,
+            site.fn.float(),
+            site.scale.float(),
+            site.base.float(),
+            hc_sinkhorn_iters=config.hc_sinkhorn_iters,
+            norm_eps=config.rms_norm_eps,
             hc_eps=config.hc_eps,
-        )  # fmt: skip
+        )
         return post, comb, y
 
 

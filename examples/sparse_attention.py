@@ -31,9 +31,27 @@ slots = table.gather(1, (positions // P).long()) * P + positions % P
 
 before = kv.clone()
 out = custom.npu_sparse_attention_pto(
-    new(B, S, H), w_dq, w_uq_qr, w_uk, w_dkv_kr, gamma_cq, gamma_ckv, new(B, S, Dr), new(B, S, Dr),
-    slots.int(), kv, kr, table, lengths, w_idx_qb, w_idx_k, w_idx_proj, in_gamma_k, in_beta_k,
-    index_k, sparse_count=64,
-)  # fmt: skip
+    new(B, S, H),
+    w_dq,
+    w_uq_qr,
+    w_uk,
+    w_dkv_kr,
+    gamma_cq,
+    gamma_ckv,
+    new(B, S, Dr),
+    new(B, S, Dr),
+    slots.int(),
+    kv,
+    kr,
+    table,
+    lengths,
+    w_idx_qb,
+    w_idx_k,
+    w_idx_proj,
+    in_gamma_k,
+    in_beta_k,
+    index_k,
+    sparse_count=64,
+)
 print("latent output", list(out.shape), "finite:", bool(out.isfinite().all()))
 print("rows of the cache that changed:", (kv != before).flatten(0, 1).any(-1).sum().item())

@@ -173,8 +173,10 @@ def ragged_rows_of_the_indexer(group, rank, size):
         extra = torch.tensor([7 * (i % 3) for i in range(len(requests))])
         lengths = (torch.tensor(requests) + extra).to(torch.int32)
         packed = dict(
-            actual_seq_lengths_query=ends, layout_query="TND", sparse_count=10,
-        )  # fmt: skip
+            actual_seq_lengths_query=ends,
+            layout_query="TND",
+            sparse_count=10,
+        )
         rows = draw.whole(int(lengths.sum()), 1, 16)
         flat = dict(actual_seq_lengths_key=lengths.cumsum(0).to(torch.int32), layout_key="TND")
         pages = draw.whole(len(requests) * 4, P, 1, 16)
@@ -202,13 +204,27 @@ def layer_of(heads: int, S: int = 2, lengths: tuple[int, ...] = (20, 45, 2)) -> 
     positions = act[:, None] - S + torch.arange(S)
     slot = paged.slots(table, torch.arange(B), positions, B * pages, P)
     return dict(
-        x=draw(B, S, H), w_dq=nz(H, Rq), w_uq_qr=nz(Rq, heads * (Dn + Dr)),
-        w_uk=draw(heads, Dn, R, scale=0.2), w_dkv_kr=nz(H, R + Dr), gamma_cq=draw(Rq),
-        gamma_ckv=draw(R), sin=draw(B, S, Dr), cos=draw(B, S, Dr), cache_index=slot.int(),
-        kv_cache=draw(B * pages, P, 1, R), kr_cache=draw(B * pages, P, 1, Dr), block_table=table,
-        act_seqs=act.int(), w_idx_qb=nz(Rq, Ni * Di), w_idx_k=nz(H, Di), w_idx_proj=nz(H, Ni),
-        in_gamma_k=draw(Di), in_beta_k=draw(Di), index_k_cache=draw(B * pages, P, 1, Di),
-    )  # fmt: skip
+        x=draw(B, S, H),
+        w_dq=nz(H, Rq),
+        w_uq_qr=nz(Rq, heads * (Dn + Dr)),
+        w_uk=draw(heads, Dn, R, scale=0.2),
+        w_dkv_kr=nz(H, R + Dr),
+        gamma_cq=draw(Rq),
+        gamma_ckv=draw(R),
+        sin=draw(B, S, Dr),
+        cos=draw(B, S, Dr),
+        cache_index=slot.int(),
+        kv_cache=draw(B * pages, P, 1, R),
+        kr_cache=draw(B * pages, P, 1, Dr),
+        block_table=table,
+        act_seqs=act.int(),
+        w_idx_qb=nz(Rq, Ni * Di),
+        w_idx_k=nz(H, Di),
+        w_idx_proj=nz(H, Ni),
+        in_gamma_k=draw(Di),
+        in_beta_k=draw(Di),
+        index_k_cache=draw(B * pages, P, 1, Di),
+    )
 
 
 def copied(layer: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -278,9 +294,12 @@ def weights_of_deepseek_v4_are_cut(group, rank, size):
     draw = Draw(3)
     heads, groups, D, Ro = 2 * size, size, 32, 16
     layer = dict(
-        w_uq=draw(32, heads * D), gamma_kv=draw(D), sinks=draw(heads),
-        w_o_a=draw(groups, 2 * D, Ro), w_o_b=draw(groups * Ro, 64),
-    )  # fmt: skip
+        w_uq=draw(32, heads * D),
+        gamma_kv=draw(D),
+        sinks=draw(heads),
+        w_o_a=draw(groups, 2 * D, Ro),
+        w_o_b=draw(groups * Ro, 64),
+    )
     rows = parallel.shard_layer_v4(layer, group=group, weight_format="nd")
     assert torch.equal(rows["w_uq"], layer["w_uq"][:, rank * 2 * D : (rank + 1) * 2 * D])
     assert torch.equal(rows["sinks"], layer["sinks"][rank * 2 : rank * 2 + 2])
@@ -297,9 +316,10 @@ def weights_of_deepseek_v4_are_cut(group, rank, size):
             assert torch.equal(cut[name], custom.to_nz(rows[name])), (name, flat)
         assert torch.equal(cut["w_o_a"], custom.to_nz(rows["w_o_a"], flat=flat))
     scales = dict(
-        dequant_scale_w_uq=draw(1, heads * D), dequant_scale_w_o_a=draw(groups, 1, Ro),
+        dequant_scale_w_uq=draw(1, heads * D),
+        dequant_scale_w_o_a=draw(groups, 1, Ro),
         dequant_scale_w_o_b=draw(1, 64),
-    )  # fmt: skip
+    )
     narrow = layer | scales | dict(weight_quant_mode=2, weight_format="nd")
     cut = parallel.shard_layer_v4(narrow, group=group)
     for name, dim in dict(w_uq=1, w_o_a=0).items():
@@ -307,11 +327,16 @@ def weights_of_deepseek_v4_are_cut(group, rank, size):
         assert torch.equal(cut[f"dequant_scale_{name}"], wanted)
     assert cut["dequant_scale_w_o_b"] is scales["dequant_scale_w_o_b"]
     blocks = dict(
-        w_uq=draw(32, heads * 128), gamma_kv=draw(128), w_o_a=draw(groups, 256, 128),
-        w_o_b=draw(groups * 128, 64), dequant_scale_w_uq=draw(1, heads),
-        dequant_scale_w_o_a=draw(groups, 2, 1), dequant_scale_w_o_b=draw(groups, 1),
-        weight_quant_mode=4, weight_format="nd",
-    )  # fmt: skip
+        w_uq=draw(32, heads * 128),
+        gamma_kv=draw(128),
+        w_o_a=draw(groups, 256, 128),
+        w_o_b=draw(groups * 128, 64),
+        dequant_scale_w_uq=draw(1, heads),
+        dequant_scale_w_o_a=draw(groups, 2, 1),
+        dequant_scale_w_o_b=draw(groups, 1),
+        weight_quant_mode=4,
+        weight_format="nd",
+    )
     cut = parallel.shard_layer_v4(blocks, group=group)
     assert torch.equal(cut["dequant_scale_w_uq"], blocks["dequant_scale_w_uq"].chunk(size, 1)[rank])
     for name in ("dequant_scale_w_o_a", "dequant_scale_w_o_b"):
@@ -379,9 +404,18 @@ def heads_of_the_delta_rule(group, rank, size):
         keys, values = parallel.delta_rule_heads(Nk, Nv, group=group)
         mine = state[:, values].clone()
         got = run(
-            A_log[values], a[..., values], bias[values], 1.0, 20.0, q[:, :, keys], k[:, :, keys],
-            v[:, :, values], b[..., values], mine, slot,
-        )  # fmt: skip
+            A_log[values],
+            a[..., values],
+            bias[values],
+            1.0,
+            20.0,
+            q[:, :, keys],
+            k[:, :, keys],
+            v[:, :, values],
+            b[..., values],
+            mine,
+            slot,
+        )
         assert_near(got, wanted[:, :, values])
         assert_near(mine, after[:, values])
 
@@ -410,9 +444,15 @@ class Decode:
     """A decode step: queries of all heads, whole caches, and this rank's shard of them."""
 
     def __init__(
-        self, rank: int, size: int, lengths: tuple[int, ...], S: int = 1, interleave: int = 1,
-        ties: bool = False, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        rank: int,
+        size: int,
+        lengths: tuple[int, ...],
+        S: int = 1,
+        interleave: int = 1,
+        ties: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         R, Dr, Ni, Di, n = 32, 16, 4, 32, 2
         B, pages = len(lengths), 8
         draw = Draw(S + interleave, dtype)
@@ -441,14 +481,27 @@ class Decode:
     def whole(self, count: int, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(indices, out) of one process."""
         indices, _ = custom.npu_lightning_indexer(
-            self.index, self.keys, self.weights, actual_seq_lengths_key=self.act,
-            block_table=self.table, layout_key="PA_BSND", sparse_count=count,
-        )  # fmt: skip
+            self.index,
+            self.keys,
+            self.weights,
+            actual_seq_lengths_key=self.act,
+            block_table=self.table,
+            layout_key="PA_BSND",
+            sparse_count=count,
+        )
         out, _, _ = custom.npu_sparse_flash_attention(
-            self.query, self.kv, None, indices, 0.2, block_table=self.table,
-            actual_seq_lengths_kv=self.act, query_rope=self.rope, key_rope=self.kr,
-            layout_kv="PA_BSND", sinks=sinks,
-        )  # fmt: skip
+            self.query,
+            self.kv,
+            None,
+            indices,
+            0.2,
+            block_table=self.table,
+            actual_seq_lengths_kv=self.act,
+            query_rope=self.rope,
+            key_rope=self.kr,
+            layout_kv="PA_BSND",
+            sinks=sinks,
+        )
         return indices, out
 
     @property
@@ -458,12 +511,23 @@ class Decode:
     def parts(self, group: Any, count: int, replicate: bool = True, **options: Any) -> Tensor:
         kv, kr, keys = self.shards
         return parallel.context_parallel_decode(
-            self.query[:, :, self.heads], self.rope[:, :, self.heads], self.index, self.weights,
-            kv, kr, self.keys if replicate else keys, self.own_table, self.act,
-            group=group, softmax_scale=0.2, sparse_count=count, interleave=self.interleave,
+            self.query[:, :, self.heads],
+            self.rope[:, :, self.heads],
+            self.index,
+            self.weights,
+            kv,
+            kr,
+            self.keys if replicate else keys,
+            self.own_table,
+            self.act,
+            group=group,
+            softmax_scale=0.2,
+            sparse_count=count,
+            interleave=self.interleave,
             index_block_table=self.table if replicate else self.own_table,
-            replicate_index=replicate, **options,
-        )  # fmt: skip
+            replicate_index=replicate,
+            **options,
+        )
 
 
 def decode(group, rank, size):
@@ -504,9 +568,16 @@ def decode_selects_the_same(group, rank, size):
         for count in (1, 16, 100):
             wanted, _ = step.whole(count)
             got = parallel.attention._merged_selection(
-                step.index, step.weights, step.shards[2], None, step.own_table, step.act, count,
-                interleave, group,
-            )  # fmt: skip
+                step.index,
+                step.weights,
+                step.shards[2],
+                None,
+                step.own_table,
+                step.act,
+                count,
+                interleave,
+                group,
+            )
             assert torch.equal(got, wanted), (S, interleave, count)
 
 
@@ -559,9 +630,13 @@ def prologs_write_into_shards(group, rank, size):
         for _ in range(2):
             out = parallel.context_parallel_attention(
                 mine | dict(cache_index=slots),
-                group=group, index_block_table=step.table, interleave=interleave,
-                index_cache_index=mine["cache_index"], sparse_count=16, check_equal=True,
-            )  # fmt: skip
+                group=group,
+                index_block_table=step.table,
+                interleave=interleave,
+                index_cache_index=mine["cache_index"],
+                sparse_count=16,
+                check_equal=True,
+            )
             for got, cache in ((kv, "kv_cache"), (kr, "kr_cache")):
                 expected = step.shard_of(whole[cache])
                 torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
@@ -588,22 +663,44 @@ def prefill(group, rank, size):
         paged.scatter(whole[name], slot.flatten(), x.flatten(0, 1))
     lengths = dict(block_table=table)
     indices, _ = custom.npu_lightning_indexer(
-        index, whole["index"], weights, actual_seq_lengths_key=act, layout_key="PA_BSND",
-        sparse_count=16, **lengths,
-    )  # fmt: skip
+        index,
+        whole["index"],
+        weights,
+        actual_seq_lengths_key=act,
+        layout_key="PA_BSND",
+        sparse_count=16,
+        **lengths,
+    )
     wanted, _, _ = custom.npu_sparse_flash_attention(
-        query, whole["kv"], None, indices, 0.2, actual_seq_lengths_kv=act, query_rope=rope,
-        key_rope=whole["kr"], layout_kv="PA_BSND", **lengths,
-    )  # fmt: skip
+        query,
+        whole["kv"],
+        None,
+        indices,
+        0.2,
+        actual_seq_lengths_kv=act,
+        query_rope=rope,
+        key_rope=whole["kr"],
+        layout_kv="PA_BSND",
+        **lengths,
+    )
 
     def mine(x: Tensor) -> Tensor:
         return parallel.zigzag(x, 1, group)
 
     out = parallel.context_parallel_prefill(
-        mine(query), mine(rope), mine(index), mine(weights),
-        {name: mine(x) for name, x in rows.items()}, caches, slot, table, act,
-        group=group, softmax_scale=0.2, sparse_count=16,
-    )  # fmt: skip
+        mine(query),
+        mine(rope),
+        mine(index),
+        mine(weights),
+        {name: mine(x) for name, x in rows.items()},
+        caches,
+        slot,
+        table,
+        act,
+        group=group,
+        softmax_scale=0.2,
+        sparse_count=16,
+    )
     assert_near(out, mine(wanted))
     for name, cache in caches.items():
         assert torch.equal(cache, whole[name]), name
@@ -622,11 +719,20 @@ def rows_of_a_prefill_are_checked(group, rank, size):
         x = torch.zeros(1, mine, 2, 32)
         _refuses(
             lambda: parallel.context_parallel_prefill(
-                x, x, x, x[..., 0], rows, caches, slots, torch.zeros(1, 2).int(),
-                torch.tensor([2 * size]), group=group, softmax_scale=1.0,
+                x,
+                x,
+                x,
+                x[..., 0],
+                rows,
+                caches,
+                slots,
+                torch.zeros(1, 2).int(),
+                torch.tensor([2 * size]),
+                group=group,
+                softmax_scale=1.0,
             ),
             f"context_parallel_prefill: {said}",
-        )  # fmt: skip
+        )
         assert not any(cache.any() for cache in caches.values())
 
     refused("`rows` or `caches` lacks 'index', expected both", rows=less)
@@ -672,24 +778,52 @@ def decode_of_8_bits(group, rank, size):
             draw(3, S, 4, 128), draw(3, S, 4).abs(), kind="fp8"
         )
         indices = custom.npu_quant_lightning_indexer(
-            index, whole["index"], weights, None, whole["index_scale"], 0, 0, sparse_count=24,
-            block_table=step.table, actual_seq_lengths_key=step.act, layout_key="PA_BSND",
-        )  # fmt: skip
+            index,
+            whole["index"],
+            weights,
+            None,
+            whole["index_scale"],
+            0,
+            0,
+            sparse_count=24,
+            block_table=step.table,
+            actual_seq_lengths_key=step.act,
+            layout_key="PA_BSND",
+        )
         wanted = custom.npu_kv_quant_sparse_flash_attention(
-            torch.cat([query, rope], -1), whole["kv"], whole["kv"], indices, 0.1, 2, 2,
-            block_table=step.table, actual_seq_lengths_kv=step.act, layout_kv="PA_BSND",
+            torch.cat([query, rope], -1),
+            whole["kv"],
+            whole["kv"],
+            indices,
+            0.1,
+            2,
+            2,
+            block_table=step.table,
+            actual_seq_lengths_kv=step.act,
+            layout_kv="PA_BSND",
             attention_mode=2,
-        )  # fmt: skip
+        )
         mine = {name: step.shard_of(cache) for name, cache in whole.items()}
         for replicate in (True, False):
             of = whole if replicate else mine
             got = parallel.context_parallel_decode(
-                query[:, :, step.heads], rope[:, :, step.heads], index, weights, mine["kv"], None,
-                of["index"], step.own_table, step.act, group=group, softmax_scale=0.1,
-                index_scale=of["index_scale"], sparse_count=24, interleave=interleave,
+                query[:, :, step.heads],
+                rope[:, :, step.heads],
+                index,
+                weights,
+                mine["kv"],
+                None,
+                of["index"],
+                step.own_table,
+                step.act,
+                group=group,
+                softmax_scale=0.1,
+                index_scale=of["index_scale"],
+                sparse_count=24,
+                interleave=interleave,
                 index_block_table=step.table if replicate else step.own_table,
                 replicate_index=replicate,
-            )  # fmt: skip
+            )
             _as_one(got, wanted[:, :, step.heads], kind)
 
 
@@ -719,18 +853,36 @@ def prefill_of_8_bits(group, rank, size):
         index, whole["index"], weights, None, whole["index_scale"], 0, 0, sparse_count=16, **keys
     )
     wanted = custom.npu_kv_quant_sparse_flash_attention(
-        torch.cat([query, rope], -1), whole["kv"], whole["kv"], indices, 0.1, 2, 2,
-        block_table=table, actual_seq_lengths_kv=act, layout_kv="PA_BSND", attention_mode=2,
-    )  # fmt: skip
+        torch.cat([query, rope], -1),
+        whole["kv"],
+        whole["kv"],
+        indices,
+        0.1,
+        2,
+        2,
+        block_table=table,
+        actual_seq_lengths_kv=act,
+        layout_kv="PA_BSND",
+        attention_mode=2,
+    )
 
     def mine(x: Tensor) -> Tensor:
         return parallel.zigzag(x, 1, group)
 
     out = parallel.context_parallel_prefill(
-        mine(query), mine(rope), mine(index), mine(weights),
-        {name: mine(x) for name, x in rows.items()}, held, slot, table, act, group=group,
-        softmax_scale=0.1, sparse_count=16,
-    )  # fmt: skip
+        mine(query),
+        mine(rope),
+        mine(index),
+        mine(weights),
+        {name: mine(x) for name, x in rows.items()},
+        held,
+        slot,
+        table,
+        act,
+        group=group,
+        softmax_scale=0.1,
+        sparse_count=16,
+    )
     _as_one(out, mine(wanted), draw.dtype)
     for name, cache in held.items():
         got, expected = (x.contiguous().view(torch.uint8) for x in (cache, whole[name]))
@@ -967,10 +1119,15 @@ def pure_ops_take_sharded_tensors(group, rank, size):
     heads = ("query", "query_rope", "sinks")
     for S in (2, 3):
         given = dict(
-            query=draw(2, S, 2 * size, 16), key=draw(2, 9, 1, 16), value=None,
-            sparse_indices=torch.arange(4).expand(2, S, 1, 4).contiguous(), scale_value=0.2,
-            query_rope=draw(2, S, 2 * size, 8), key_rope=draw(2, 9, 1, 8), sinks=exact(2 * size),
-        )  # fmt: skip
+            query=draw(2, S, 2 * size, 16),
+            key=draw(2, 9, 1, 16),
+            value=None,
+            sparse_indices=torch.arange(4).expand(2, S, 1, 4).contiguous(),
+            scale_value=0.2,
+            query_rope=draw(2, S, 2 * size, 8),
+            key_rope=draw(2, 9, 1, 8),
+            sinks=exact(2 * size),
+        )
         placed = {
             name: distribute_tensor(
                 x, mesh, [Replicate() if name not in heads else Shard(0 if x.ndim == 1 else 2)]
@@ -1022,9 +1179,12 @@ def mutating_ops_refuse_sharded_tensors(group, rank, size):
         return custom.npu_sparse_attention_pto(*tensors, sparse_count=16)
 
     mapped = local_map(
-        step, out_placements=[Shard(2)], in_placements=tuple(placements.values()),
-        redistribute_inputs=False, device_mesh=mesh,
-    )  # fmt: skip
+        step,
+        out_placements=[Shard(2)],
+        in_placements=tuple(placements.values()),
+        redistribute_inputs=False,
+        device_mesh=mesh,
+    )
     whole = copied(layer)
     wanted = custom.npu_sparse_attention_pto(**whole, sparse_count=16)
     out = mapped(*placed.values())
@@ -1106,33 +1266,57 @@ def gradients_are_refused(group, rank, size):
     kda = [x[None] for x in _tokens(draw, T, heads, Dk, Dv)]
     kda[0], kda[1] = (x.repeat_interleave(2, 2) for x in kda[:2])
     attention = dict(
-        layer=layer, index_block_table=layer["block_table"],
-        index_cache_index=layer["cache_index"], sparse_count=8,
-    )  # fmt: skip
+        layer=layer,
+        index_block_table=layer["block_table"],
+        index_cache_index=layer["cache_index"],
+        sparse_count=8,
+    )
     calls: dict[str, dict[str, Any]] = dict(
         tensor_parallel_attention=dict(layer=layer, sparse_count=8, broadcast=True),
         context_parallel_attention=attention,
         context_parallel_decode=dict(
-            query=step.query[:, :, own].contiguous(), query_rope=step.rope[:, :, own].contiguous(),
-            query_index=step.index, weights=step.weights, kv_cache=kv, kr_cache=kr,
-            index_k_cache=step.keys, block_table=step.own_table, act_seqs=step.act,
-            softmax_scale=0.2, index_block_table=step.table, sparse_count=8, sinks=draw(2).float(),
+            query=step.query[:, :, own].contiguous(),
+            query_rope=step.rope[:, :, own].contiguous(),
+            query_index=step.index,
+            weights=step.weights,
+            kv_cache=kv,
+            kr_cache=kr,
+            index_k_cache=step.keys,
+            block_table=step.own_table,
+            act_seqs=step.act,
+            softmax_scale=0.2,
+            index_block_table=step.table,
+            sparse_count=8,
+            sinks=draw(2).float(),
         ),
         context_parallel_prefill=dict(
-            query=draw(B, 2, 2, 32), query_rope=draw(B, 2, 2, 16), query_index=draw(B, 2, 4, 32),
-            weights=draw(B, 2, 4), rows=rows, caches=caches, cache_index=slots,
-            block_table=table, act_seqs=torch.tensor([2 * size], dtype=torch.int32),
-            softmax_scale=0.2, sparse_count=8,
+            query=draw(B, 2, 2, 32),
+            query_rope=draw(B, 2, 2, 16),
+            query_index=draw(B, 2, 4, 32),
+            weights=draw(B, 2, 4),
+            rows=rows,
+            caches=caches,
+            cache_index=slots,
+            block_table=table,
+            act_seqs=torch.tensor([2 * size], dtype=torch.int32),
+            softmax_scale=0.2,
+            sparse_count=8,
         ),
         context_parallel_delta_rule=dict(
             zip(("query", "key", "value", "beta", "g"), delta, strict=True),
-            initial_state=draw(1, 2 * heads, Dv, Dk), actual_seq_lengths=torch.tensor([T]),
+            initial_state=draw(1, 2 * heads, Dv, Dk),
+            actual_seq_lengths=torch.tensor([T]),
         ),
         context_parallel_kda=dict(
-            q=kda[0], k=kda[1], v=kda[2], g=-draw(B, T, 2 * heads, Dk).abs(), beta=kda[3],
-            initial_state=draw(1, 2 * heads, Dv, Dk), scale=0.3,
+            q=kda[0],
+            k=kda[1],
+            v=kda[2],
+            g=-draw(B, T, 2 * heads, Dk).abs(),
+            beta=kda[3],
+            initial_state=draw(1, 2 * heads, Dv, Dk),
+            scale=0.3,
         ),
-    )  # fmt: skip
+    )
     for name, given in calls.items():
         call = partial(getattr(parallel, name), group=group)
         wanted = call(**given)
@@ -1172,13 +1356,22 @@ def a_prolog_that_wants_a_gradient_is_refused(group, rank, size):
     kv, kr, _ = step.shards
     _refuses(
         lambda: parallel.context_parallel_decode(
-            step.query[:, :, step.heads], step.rope[:, :, step.heads],
-            lambda: (step.index.requires_grad_(), step.weights), None, kv, kr, step.keys,
-            step.own_table, step.act, group=group, softmax_scale=0.2, index_block_table=step.table,
+            step.query[:, :, step.heads],
+            step.rope[:, :, step.heads],
+            lambda: (step.index.requires_grad_(), step.weights),
+            None,
+            kv,
+            kr,
+            step.keys,
+            step.own_table,
+            step.act,
+            group=group,
+            softmax_scale=0.2,
+            index_block_table=step.table,
         ),
         "context_parallel_decode: `query_index` requires grad, ",
         RuntimeError,
-    )  # fmt: skip
+    )
 
 
 def collectives_refuse_gradients(group, rank, size):
@@ -1198,10 +1391,12 @@ def options_in_stages_are_passed_on_or_refused(group, rank, size):
             parallel.tensor_parallel_attention, group=group, check_equal=True
         ),
         "context_parallel_attention": partial(
-            parallel.context_parallel_attention, group=group,
-            index_block_table=local["block_table"], index_cache_index=local["cache_index"],
+            parallel.context_parallel_attention,
+            group=group,
+            index_block_table=local["block_table"],
+            index_cache_index=local["cache_index"],
         ),
-    }  # fmt: skip
+    }
     for name, call in calls.items():
         for option in parallel.attention._EIGHT_BITS:
             message = said(partial(call, local, **{option: "x"}), NotImplementedError)

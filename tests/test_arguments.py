@@ -133,5 +133,7 @@ def test_two_that_changed_places_are_found(tmp_path):
         "launches.kernel(kernel, 1)(x, columns, sizes.rows)\nkernel(x, rows, columns=rows)\n"
     )
     assert list(exchanged(path)) == [
-        ("columns", "rows", 5), ("rows", "columns", 5), ("rows", "columns", 6)
-    ]  # fmt: skip
+        ("columns", "rows", 5),
+        ("rows", "columns", 5),
+        ("rows", "columns", 6),
+    ]

@@ -728,8 +728,9 @@ def test_what_a_launcher_asks_of_torch_is_noted_by_kernel(monkeypatch):
         torch.tensor([1])
     said = aten.uncaptured([("npu_toy", aten.seen), (OTHER, {aten.HOST})])
     assert [x.split(", which")[0] for x in said] == [
-        "npu_toy calls torch's lift_fresh", "npu_toy calls torch's logspace"
-    ]  # fmt: skip
+        "npu_toy calls torch's lift_fresh",
+        "npu_toy calls torch's logspace",
+    ]
 
 
 OTHER = next(iter(aten.KNOWN))[0]

@@ -28,7 +28,7 @@ from .support.models import (  # noqa: E402
     made,
     qwen3_5,
     ragged,
-)  # fmt: skip
+)
 
 OP = "npu_sparse_flash_attention"
 NAME = register()

@@ -32,12 +32,25 @@ CASES = [
     Step(S=7, L=5, starts=(0, 3, 4, 6), accepted=(2, 1, 1), rows=(3, -1, 0), turned=True),
     Step(S=5, starts=(-2, 1, 4, 2**31 - 1), rows=(0, 7, 1), steps=2),
     Step(S=9, starts=(2, 7, 4, 8), slots=(3, 1, 0)),
-    Step(slots=(3, 2), S=6, rows=(1, 7), steps=6,
-         parents=((-1, 0, 0, 1, 2, 1), (-1, -1, 1, 2**32, 3, 9))),
-    Step(slots=(3, -1), S=7, W=3, L=4, starts=(0, 4, 7), accepted=(2, 1), rows=(2, 0),
-         parents=((-1, 0, 0), (0, 0, 1))),
+    Step(
+        slots=(3, 2),
+        S=6,
+        rows=(1, 7),
+        steps=6,
+        parents=((-1, 0, 0, 1, 2, 1), (-1, -1, 1, 2**32, 3, 9)),
+    ),
+    Step(
+        slots=(3, -1),
+        S=7,
+        W=3,
+        L=4,
+        starts=(0, 4, 7),
+        accepted=(2, 1),
+        rows=(2, 0),
+        parents=((-1, 0, 0), (0, 0, 1)),
+    ),
     Step(slots=(3, 2), S=3, D=600, W=2, parents=((-1, 0, 0), (0, 0, 1)), rows=(0, 1)),
-]  # fmt: skip
+]
 # a kernel's float64 is refused
 dtypes = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
@@ -189,14 +202,17 @@ def test_the_columns_of_a_wider_state(counts, device, backend):
         (dict(conv_states=torch.zeros(1, 3, 40).expand(6, 3, 40)), ValueError, "states overlap"),
         (dict(conv_state_indices=None, x=torch.zeros(7, 1, 40)), ValueError, "6 slots, expected"),
         (dict(conv_state_indices=torch.zeros(2).int()), ValueError, "`conv_state_indices` has sh"),
-        (dict(num_accepted_tokens=torch.ones(3).int(), x=torch.zeros(3, 2, 40)), ValueError,
-         "3 columns, expected at least 4"),
+        (
+            dict(num_accepted_tokens=torch.ones(3).int(), x=torch.zeros(3, 2, 40)),
+            ValueError,
+            "3 columns, expected at least 4",
+        ),
         (dict(intermediate_state_indices=torch.zeros(3).int()), ValueError, "only one of"),
         (dict(retrieve_parent_token=torch.zeros(3, 1).int()), ValueError, "a tree has no last"),
         (dict(retrieve_parent_token=torch.zeros(3, 0).int()), ValueError, "0 columns, expected"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
-)  # fmt: skip
+)
 def test_errors(change, error, sentence):
     case = Step()
     good = case.moved(case.arguments(), torch.float32, "cpu")

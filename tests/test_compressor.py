@@ -181,9 +181,17 @@ class Engine:
     """Requests in paged caches full of NaN, and what an engine keeps about them."""
 
     def __init__(
-        self, p: Precision, of: Layer, requests: int, *, rows: int | None = None, page: int = 1,
-        entry_page: int = 2, reach: int = 120, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        p: Precision,
+        of: Layer,
+        requests: int,
+        *,
+        rows: int | None = None,
+        page: int = 1,
+        entry_page: int = 2,
+        reach: int = 120,
+        seed: int = 0,
+    ) -> None:
         """`rows` of a ring; None: states by page."""
         self.p, self.layer, self.ring = p, of, rows is not None
         g = random.Random(seed)
@@ -208,8 +216,10 @@ class Engine:
             bounds = torch.cat([used.new_zeros(1), used.cumsum(0).int()])
             more = dict(cu_seqlens=bounds.to(self.p.device))
             first = start // self.layer.m
-            closed = [range(int(w), (int(s) + len(x)) // self.layer.m)
-                      for w, s, x in zip(first, start, pieces, strict=True)]  # fmt: skip
+            closed = [
+                range(int(w), (int(s) + len(x)) // self.layer.m)
+                for w, s, x in zip(first, start, pieces, strict=True)
+            ]
             rows = min(len(x), len(x) // self.layer.m + len(pieces))
             at = torch.tensor([w * self.layer.m for each in closed for w in each] + [0] * rows)
             at = at[:rows]
@@ -222,11 +232,18 @@ class Engine:
             at = custom.entry_positions(start + used, size, self.layer.m, used)
         sin, cos = (self.p.wide(each) for each in self.layer.angles(at))
         arguments = dict(
-            x=self.p.of(x), state_cache=self.state, rope_sin=sin, rope_cos=cos,
-            state_block_table=self.table, start_pos=start.to(self.p.device),
-            cache_mode=2 if self.ring else 1, cmp_cache=self.entries,
-            cmp_block_table=self.entry_table, **more, **self.p.layer(self.layer),
-        )  # fmt: skip
+            x=self.p.of(x),
+            state_cache=self.state,
+            rope_sin=sin,
+            rope_cos=cos,
+            state_block_table=self.table,
+            start_pos=start.to(self.p.device),
+            cache_mode=2 if self.ring else 1,
+            cmp_cache=self.entries,
+            cmp_block_table=self.entry_table,
+            **more,
+            **self.p.layer(self.layer),
+        )
         out = custom.npu_compressor(**arguments | changes)
         self.length = (start + used).tolist()
         return out
@@ -244,9 +261,14 @@ class Engine:
 
 
 def drive(
-    e: Engine, xs: Sequence[Tensor], plan: Callable[[int], int], *, drafts: int = 0, seed: int = 0,
+    e: Engine,
+    xs: Sequence[Tensor],
+    plan: Callable[[int], int],
+    *,
+    drafts: int = 0,
+    seed: int = 0,
     packed: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """`plan` says how many tokens of a request come next; up to `drafts` in all with wrong ones
     behind, and some of the right ones too are taken back."""
     g = random.Random(seed)
@@ -296,9 +318,13 @@ def test_entries_are_hugging_faces(name, way, exact):
     size = config.index_head_dim if name == "Indexer" else config.head_dim
     rotary = int(config.head_dim * 0.25)
     given = Layer(
-        module.kv_proj.weight, module.gate_proj.weight, module.position_bias,
-        module.kv_norm.weight, rotary, hadamard=name == "Indexer",
-    )  # fmt: skip
+        module.kv_proj.weight,
+        module.gate_proj.weight,
+        module.position_bias,
+        module.kv_norm.weight,
+        rotary,
+        hadamard=name == "Indexer",
+    )
     assert given.size == size
 
     def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -322,8 +348,10 @@ def test_entries_are_hugging_faces(name, way, exact):
     for i, x in enumerate(xs):
         wanted = of_hugging_face(module, x)
         if given.hadamard:  # twice is nothing
-            h = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(size)]
-                              for i in range(size)], dtype=torch.float64)  # fmt: skip
+            h = torch.tensor(
+                [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)],
+                dtype=torch.float64,
+            )
             wanted = wanted @ h * size**-0.5
         assert len(wanted) == len(x) // given.m
         torch.testing.assert_close(e.of(i), wanted, rtol=0, atol=1e-10)
@@ -376,9 +404,16 @@ def test_selection_is_hugging_faces(lengths, exact):
             weights[i, : len(x)] = module.scorer.weights_proj(x)
         used = torch.tensor(lengths)
         found, _ = custom.npu_lightning_indexer(
-            query, cache, weights, actual_seq_lengths_query=used, actual_seq_lengths_key=used,
-            block_table=table, layout_key="PA_BSND", sparse_count=k, cmp_ratio=4,
-        )  # fmt: skip
+            query,
+            cache,
+            weights,
+            actual_seq_lengths_query=used,
+            actual_seq_lengths_key=used,
+            block_table=table,
+            layout_key="PA_BSND",
+            sparse_count=k,
+            cmp_ratio=4,
+        )
         for i, each in enumerate(wanted):
             for j in range(lengths[i]):
                 assert {*found[i, j, 0].tolist()} - {-1} == {*each[j].tolist()} - {-1}, (i, j)
@@ -506,9 +541,13 @@ def test_prefix_sums_that_do_not_begin_at_0(gap, precision):
     sin, cos = (precision.wide(a) for a in CSA.angles(at))
     used = torch.tensor([9, 4], device=precision.device)
     out = e.step(
-        [x[:9], x[:4]], x=precision.of(packed), cu_seqlens=bounds, seqused=used,
-        rope_sin=sin, rope_cos=cos,
-    )  # fmt: skip
+        [x[:9], x[:4]],
+        x=precision.of(packed),
+        cu_seqlens=bounds,
+        seqused=used,
+        rope_sin=sin,
+        rope_cos=cos,
+    )
     precision.close(out[:3], entries(CSA, x)[[0, 1, 0]])
     assert not out[3:].any()
     e.check([x[:9], x[:4]])
@@ -546,8 +585,12 @@ def test_no_requests_and_no_tokens(precision):
     out = e.step([], x=x, rope_sin=sin, rope_cos=sin)
     assert out.shape == (0, 2, CSA.size)
     e = Engine(precision, CSA, 2, rows=CSA.ring)
-    out = e.step([tokens(0)] * 2, x=x.new_zeros(2, 0, 24), rope_sin=sin.new_zeros(2, 0, 3),
-                 rope_cos=sin.new_zeros(2, 0, 3))  # fmt: skip
+    out = e.step(
+        [tokens(0)] * 2,
+        x=x.new_zeros(2, 0, 24),
+        rope_sin=sin.new_zeros(2, 0, 3),
+        rope_cos=sin.new_zeros(2, 0, 3),
+    )
     assert out.shape == (2, 0, CSA.size) and e.state.isnan().all()
 
 
@@ -690,9 +733,13 @@ def test_index_entries_in_8_bits(kind, hadamard, rounding, precision):
     for each in wanted:
         each.view(torch.uint8).zero_()
     custom.npu_index_cache_write(
-        plain_out.view(-1, 128), *wanted, slots, kind=plain, index_hadamard=hadamard,
+        plain_out.view(-1, 128),
+        *wanted,
+        slots,
+        kind=plain,
+        index_hadamard=hadamard,
         hadamard_round=rounding,
-    )  # fmt: skip
+    )
     if p.dtype is not torch.bfloat16:
         for got, each in zip((values, scales), wanted, strict=True):
             assert torch.equal(got.view(torch.uint8), each.view(torch.uint8))
@@ -734,10 +781,17 @@ def test_a_graph_replays_with_other_lengths(device, precision):
     one = precision.of(x[None, :1]).clone()
     sin, cos = (precision.wide(a) for a in CSA.angles(torch.zeros(1, 1)))
     arguments = dict(
-        x=one, state_cache=e.state, rope_sin=sin, rope_cos=cos, state_block_table=e.table,
-        start_pos=start, cache_mode=2, cmp_cache=e.entries, cmp_block_table=e.entry_table,
+        x=one,
+        state_cache=e.state,
+        rope_sin=sin,
+        rope_cos=cos,
+        state_block_table=e.table,
+        start_pos=start,
+        cache_mode=2,
+        cmp_cache=e.entries,
+        cmp_block_table=e.entry_table,
         **precision.layer(CSA),
-    )  # fmt: skip
+    )
     custom.npu_compressor(**arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph):
@@ -766,9 +820,13 @@ def test_without_caches(of, precision):
     at = custom.entry_positions(used, 17, of.m, used)
     sin, cos = (precision.wide(each) for each in of.angles(at))
     out = custom.compressor(
-        precision.of(x), state_cache=None, rope_sin=sin, rope_cos=cos,
-        seqused=used.to(precision.device), **precision.layer(of),
-    )  # fmt: skip
+        precision.of(x),
+        state_cache=None,
+        rope_sin=sin,
+        rope_cos=cos,
+        seqused=used.to(precision.device),
+        **precision.layer(of),
+    )
     for row, each in zip(out, xs, strict=True):
         closed = len(each) // of.m
         precision.close(row[:closed], entries(of, each))
@@ -873,10 +931,15 @@ def test_visible_entries(ratio, sparse_mode, layout, device):
     scores = (scores * w.double()[..., None]).sum(2)
     for k in (1, 7, 40):
         index, _ = custom.npu_lightning_indexer_scores(
-            query=q.to(device), weights=w.to(device), sparse_count=k, sparse_mode=sparse_mode,
+            query=q.to(device),
+            weights=w.to(device),
+            sparse_count=k,
+            sparse_mode=sparse_mode,
             actual_seq_lengths_query=torch.tensor(used, device=device),
-            actual_seq_lengths_key=torch.tensor(lengths, device=device), cmp_ratio=ratio, **given,
-        )  # fmt: skip
+            actual_seq_lengths_key=torch.tensor(lengths, device=device),
+            cmp_ratio=ratio,
+            **given,
+        )
         for i in range(4):
             for j in range(rows):
                 seen = lengths[i] if sparse_mode == 0 else lengths[i] - used[i] + 1 + j
@@ -901,9 +964,13 @@ def test_lengths_of_tokens_beyond_the_entries(device):
         (3, [0, 0]),
     ):
         index, _ = custom.npu_lightning_indexer(
-            q, keys, q[..., 0].contiguous(), sparse_count=8, cmp_ratio=4,
+            q,
+            keys,
+            q[..., 0].contiguous(),
+            sparse_count=8,
+            cmp_ratio=4,
             actual_seq_lengths_key=torch.tensor([length], device=device),
-        )  # fmt: skip
+        )
         assert [(row >= 0).sum().item() for row in index[0]] == seen
 
 
@@ -913,9 +980,13 @@ def test_ties_at_0_go_to_the_first_entries(device):
     q = -torch.ones(1, 1, 2, 16, dtype=dtype, device=device)
     keys = torch.ones(1, 9, 1, 16, dtype=dtype, device=device)
     index, _ = custom.npu_lightning_indexer(
-        q, keys, q[..., 0].contiguous(), sparse_count=4, cmp_ratio=2,
+        q,
+        keys,
+        q[..., 0].contiguous(),
+        sparse_count=4,
+        cmp_ratio=2,
         actual_seq_lengths_key=torch.tensor([15], device=device),
-    )  # fmt: skip
+    )
     assert index.flatten().tolist() == [0, 1, 2, 3]
 
 
@@ -928,9 +999,15 @@ def test_8_bits_count_tokens_too(device):
     )
     given = [x.to(device) for x in (q, keys, w)]
     index = custom.npu_quant_lightning_indexer(
-        *given, None, scale.float().to(device), 0, 0, sparse_count=40, cmp_ratio=4,
+        *given,
+        None,
+        scale.float().to(device),
+        0,
+        0,
+        sparse_count=40,
+        cmp_ratio=4,
         actual_seq_lengths_key=torch.tensor([101], device=device),
-    )  # fmt: skip
+    )
     assert [(row >= 0).sum().item() for row in index[0]] == [24, 24, 25, 25]
 
 
@@ -942,9 +1019,12 @@ def test_gradient_of_scores_over_entries(precision):
     ]
     inputs = [precision.of(x).requires_grad_() for x in draw]
     index, value = custom.npu_lightning_indexer(
-        *inputs, sparse_count=2, cmp_ratio=3, return_value=True,
+        *inputs,
+        sparse_count=2,
+        cmp_ratio=3,
+        return_value=True,
         actual_seq_lengths_key=torch.tensor([14], device=precision.device),
-    )  # fmt: skip
+    )
     got = torch.autograd.grad(value.sum(), inputs)
     q, keys, w = exact = [x.requires_grad_() for x in draw]
     each = (torch.einsum("bsnd,btd->bsnt", q, keys[:, :, 0]).relu() * w[..., None]).sum(2)
@@ -961,11 +1041,20 @@ def arguments(**changes: Any) -> dict[str, Any]:
     p = Precision(torch.device("cpu"), "reference")
     e = Engine(p, CSA, 2, rows=8, page=2, entry_page=16)
     sin, cos = CSA.angles(torch.zeros(2, 2))
-    return dict(
-        x=tokens(10).view(2, 5, 24), state_cache=e.state, rope_sin=sin, rope_cos=cos,
-        state_block_table=e.table, cache_mode=2, cmp_cache=e.entries,
-        cmp_block_table=e.entry_table, **p.layer(CSA),
-    ) | changes  # fmt: skip
+    return (
+        dict(
+            x=tokens(10).view(2, 5, 24),
+            state_cache=e.state,
+            rope_sin=sin,
+            rope_cos=cos,
+            state_block_table=e.table,
+            cache_mode=2,
+            cmp_cache=e.entries,
+            cmp_block_table=e.entry_table,
+            **p.layer(CSA),
+        )
+        | changes
+    )
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def forward(x: Tensor, weight: Tensor, scale: float) -> Tensor:
         scale_rows[(min(rows, cores.vector()),)](
             x, weight, out, scale, rows, size,
             **tune.at_least("toy.scale_rows", "WIDTH", size).keywords,
-        )  # fmt: skip
+        )
     return out
 ''',
         "npu_ops/common/tune.py": [

@@ -115,9 +115,10 @@ def test_kernels_of_the_layer_compile(case, capability, monkeypatch):
     """On a GPU with chained launches, and on one without."""
     compiled = stand_in(monkeypatch, 10 * capability[0])
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: capability)
-    layer.forward(**case.arguments(torch.bfloat16, "cpu") | dict(
-        scale=None, epsilon=1e-6, softplus_beta=1.0, softplus_threshold=20.0
-    ))  # fmt: skip
+    layer.forward(
+        **case.arguments(torch.bfloat16, "cpu")
+        | dict(scale=None, epsilon=1e-6, softplus_beta=1.0, softplus_threshold=20.0)
+    )
     assert len(compiled) == 2
     waits = ["griddepcontrol.wait" in kernel.asm["ptx"] for kernel in compiled]
     assert waits == [False, capability >= (9, 0)]

@@ -35,11 +35,19 @@ KERNELS = {
     "npu_sharedkv_prolog_pto": ["_product", "_tokens", "_product", "_heads"],
     "npu_grouped_o_proj_pto": ["_groups", "_product"],
     "npu_sparse_attention_v4_pto": [
-        "_product", "_tokens", "_product", "_heads",
+        "_product",
+        "_tokens",
+        "_product",
+        "_heads",
         *["_product", "_pool", "_finish", "_keep"] * 2,
-        "_scores", "_topk", "_note", "_attend", "_groups", "_product",
+        "_scores",
+        "_topk",
+        "_note",
+        "_attend",
+        "_groups",
+        "_product",
     ],
-}  # fmt: skip
+}
 gpus = pytest.mark.parametrize("capability", [80, 90], ids="sm_{}".format)
 
 
@@ -109,14 +117,22 @@ def test_kernels_of_weights_of_8_bits_compile(op, mode, capability, monkeypatch)
 def test_kernels_of_rows_of_8_bits_and_transformed_queries_compile(capability, monkeypatch):
     m = Maker(torch.device("cpu"), torch.bfloat16)
     changes = dict(
-        w_uq=m.nz(32, 2 * 512), w_kv=m.nz(64, 512), gamma_kv=m.normal(512), kv_kind="fp8",
-        ori_kv=torch.zeros(8, 16, 1, 584, dtype=torch.uint8), w_idx_qb=m.nz(32, 16 * 128),
+        w_uq=m.nz(32, 2 * 512),
+        w_kv=m.nz(64, 512),
+        gamma_kv=m.normal(512),
+        kv_kind="fp8",
+        ori_kv=torch.zeros(8, 16, 1, 584, dtype=torch.uint8),
+        w_idx_qb=m.nz(32, 16 * 128),
         index_hadamard=True,
-    )  # fmt: skip
+    )
     kernels = compiled("npu_sharedkv_prolog_pto", capability, monkeypatch, **changes)
     assert [kernel.name for kernel in kernels] == [
-        "_product", "_tokens", "_write_v4", "_product", "_heads",
-    ]  # fmt: skip
+        "_product",
+        "_tokens",
+        "_write_v4",
+        "_product",
+        "_heads",
+    ]
 
 
 @pytest.mark.parametrize(

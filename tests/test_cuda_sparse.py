@@ -211,11 +211,14 @@ def backward_of(attention, dtype):
     out, top, total = (x.to(DEVICE) for x in exact("sparse_flash_attention", **wide))
     names = "query key value sparse_indices scale_value query_rope key_rope sparse_block_size"
     return {name: attention[name] for name in (*names.split(), "sparse_mode")} | dict(
-        d_out=torch.randn(out.shape).to(DEVICE, dtype), out=out.to(dtype),
-        softmax_max=top.float(), softmax_sum=total.float(), layout=attention["layout_query"],
+        d_out=torch.randn(out.shape).to(DEVICE, dtype),
+        out=out.to(dtype),
+        softmax_max=top.float(),
+        softmax_sum=total.float(),
+        layout=attention["layout_query"],
         actual_seq_qlen=attention["actual_seq_lengths_query"],
         actual_seq_kvlen=attention["actual_seq_lengths_kv"],
-    )  # fmt: skip
+    )
 
 
 @kernels
@@ -231,9 +234,10 @@ def test_gradients(case, dtype, deterministic):
     index_backward = {name: indexer[name] for name in ("query", "key", "weights")} | shared
     index_backward |= dict(
         dy=torch.randn(attention["sparse_indices"].shape).to(DEVICE, dtype),
-        sparse_indices=attention["sparse_indices"].int(), actual_seq_lengths_query=rows,
+        sparse_indices=attention["sparse_indices"].int(),
+        actual_seq_lengths_query=rows,
         actual_seq_lengths_key=lengths,
-    )  # fmt: skip
+    )
     if attention["sparse_block_size"] > 1:
         index_backward["sparse_indices"] = index_backward["sparse_indices"].clamp(max=50)
     torch.use_deterministic_algorithms(deterministic)

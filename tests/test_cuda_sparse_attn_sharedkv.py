@@ -26,10 +26,13 @@ FAMILY = "custom.cuda_ops.deepseek_v4.hopper."
 many, few, bytes_, places, packed_rows = (
     import_module(FAMILY + name)
     for name in (
-        "sparse_attn_sharedkv", "sparse_attn_sharedkv_decode", "kv_quant_sparse_attn_sharedkv",
-        "places", "packed_rows",
+        "sparse_attn_sharedkv",
+        "sparse_attn_sharedkv_decode",
+        "kv_quant_sparse_attn_sharedkv",
+        "places",
+        "packed_rows",
     )
-)  # fmt: skip
+)
 ERROR = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
 SHORT = [(2, 61), (0, 37), (3, 2), (1, 24), (0, 0)]
 LONG = [(1, 2600), (1, 130), (2, 0), (1, 777)]

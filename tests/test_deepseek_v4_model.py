@@ -443,26 +443,45 @@ def attention_by_our_ops(module, x, angles):
         def compressed(part):
             cos, sin = (angle.contiguous() for angle in angles(first)["compress"])
             return custom.npu_compressor(
-                x, part.kv_proj.weight, part.gate_proj.weight, None, part.position_bias,
-                part.kv_norm.weight, sin, cos, 2 * sin.shape[-1], ratio, rotary_mode=2,
+                x,
+                part.kv_proj.weight,
+                part.gate_proj.weight,
+                None,
+                part.position_bias,
+                part.kv_norm.weight,
+                sin,
+                cos,
+                2 * sin.shape[-1],
+                ratio,
+                rotary_mode=2,
                 coff=part.position_bias.shape[1] // part.head_dim,
                 norm_eps=part.kv_norm.variance_epsilon,
-            )[:, :, None]  # fmt: skip
+            )[:, :, None]
 
         entries = compressed(m.compressor)
         indexer = getattr(m.compressor, "indexer", None)
         if indexer is not None:
             query = indexer.q_b_proj(c).unflatten(-1, (-1, indexer.head_dim))
             chosen, _ = custom.npu_lightning_indexer(
-                rotated(query, cos, sin), compressed(indexer), indexer.scorer.weights_proj(x),
-                sparse_count=indexer.index_topk, cmp_ratio=ratio,
+                rotated(query, cos, sin),
+                compressed(indexer),
+                indexer.scorer.weights_proj(x),
+                sparse_count=indexer.index_topk,
+                cmp_ratio=ratio,
                 actual_seq_lengths_key=torch.full((requests,), tokens),
-            )  # fmt: skip
+            )
     out, _ = custom.npu_sparse_attn_sharedkv(
-        q, ori_kv=rows, cmp_kv=entries, cmp_sparse_indices=chosen, sinks=m.sinks,
-        softmax_scale=m.scaling, cmp_ratio=ratio, ori_win_left=m.sliding_window - 1,
-        layout_kv="BSND", seqused_kv=torch.full((requests,), tokens),
-    )  # fmt: skip
+        q,
+        ori_kv=rows,
+        cmp_kv=entries,
+        cmp_sparse_indices=chosen,
+        sinks=m.sinks,
+        softmax_scale=m.scaling,
+        cmp_ratio=ratio,
+        ori_win_left=m.sliding_window - 1,
+        layout_kv="BSND",
+        seqused_kv=torch.full((requests,), tokens),
+    )
     out = rotated(out, cos, -sin).flatten(2).unflatten(-1, (m.config.o_groups, -1))
     return m.o_b_proj(m.o_a_proj(out).flatten(2))
 

@@ -222,9 +222,19 @@ def test_words_fit_their_boxes(name, monkeypatch):
 def test_a_plot_shows_losses():
     peers = "slow=30; fast=5; faster=4; reference=1"
     row = Row(
-        op="npu_x", case="a", backend="cuda", error=0, median_us=10, p20_us=9, p80_us=11,
-        floor_us=1, of_floor=0.1, tflops=1, gb_per_s=1, peers_us=peers,
-    )  # fmt: skip
+        op="npu_x",
+        case="a",
+        backend="cuda",
+        error=0,
+        median_us=10,
+        p20_us=9,
+        p80_us=11,
+        floor_us=1,
+        of_floor=0.1,
+        tflops=1,
+        gb_per_s=1,
+        peers_us=peers,
+    )
     drawn = [*plots.bars([row])]
     assert [(bar.peer, bar.ratio) for bar in drawn] == [("faster", 0.4), ("fast", 0.5)]
     text = plots.ratios("title", drawn).svg()
@@ -257,9 +267,14 @@ def site(monkeypatch):
     )
     stands_in["event_priority"] = lambda _: lambda function: function
     for name in (
-        "mkdocs", "mkdocs.config", "mkdocs.config.defaults", "mkdocs.plugins", "mkdocs.structure",
-        "mkdocs.structure.files", "griffe",
-    ):  # fmt: skip
+        "mkdocs",
+        "mkdocs.config",
+        "mkdocs.config.defaults",
+        "mkdocs.plugins",
+        "mkdocs.structure",
+        "mkdocs.structure.files",
+        "griffe",
+    ):
         module = ModuleType(name)
         vars(module).update(stands_in)
         monkeypatch.setitem(sys.modules, name, module)

@@ -135,9 +135,15 @@ def test_the_demo_in_8_bits(weights, caches, device):
     pytest.importorskip("transformers")
     options = ["--dtype", "bfloat16", "--batch", "3", "--context", "48", "--new-tokens", "4"]
     done = run(
-        "deepseek_v32_decode.py", "--device", device.type, *options, "--weights", weights,
-        "--caches", caches,
-    )  # fmt: skip
+        "deepseek_v32_decode.py",
+        "--device",
+        device.type,
+        *options,
+        "--weights",
+        weights,
+        "--caches",
+        caches,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert f"weights {weights}, caches {caches}" in done.stdout
     assert "two tokens a step: logits within" in done.stdout
@@ -148,9 +154,15 @@ def test_deepseek_v4_in_8_bits(weights, caches, device):
     pytest.importorskip("transformers")
     options = ["--dtype", "bfloat16", "--batch", "3", "--context", "48", "--new-tokens", "4"]
     done = run(
-        "deepseek_v4_decode.py", "--device", device.type, *options, "--weights", weights,
-        "--caches", caches,
-    )  # fmt: skip
+        "deepseek_v4_decode.py",
+        "--device",
+        device.type,
+        *options,
+        "--weights",
+        weights,
+        "--caches",
+        caches,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "two tokens a step: logits within" in done.stdout
 

@@ -24,32 +24,68 @@ CASES = [
     Pooled(W=4, L=3, slots=(3, -1, POOL), computed=(0, 0, 9)),
     Pooled(W=2, L=1, D=130, turned=True, options=(("activation", "swish"),)),
     Pooled(lengths=(3, 3), slots=(5, 2), packed=False, accepted=(2, 3)),
-    Pooled(lengths=(3, 3, 3), slots=(5, 0, 2), packed=False, L=7, accepted=(2, 99, -4),
-         options=(("pad_slot_id", 0),)),
+    Pooled(
+        lengths=(3, 3, 3),
+        slots=(5, 0, 2),
+        packed=False,
+        L=7,
+        accepted=(2, 99, -4),
+        options=(("pad_slot_id", 0),),
+    ),
     # as many columns as two tokens beyond W - 2, of which calls have fewer
     Pooled(lengths=(2, 1, 5), L=6, accepted=(1, 3, 2)),
     Pooled(lengths=(2, 1, 5), L=5, accepted=(1, 3, 2), computed=(0, 8, 0), W=4),
     Pooled(lengths=(4, 2), slots=(3, 1), sums=(1, 3, 4), computed=(4, 4)),
     Pooled(lengths=(4, 0, 2), sums=(-1, 3, 3, 2**31 - 1), accepted=(1, 1, 1)),
     Pooled(lengths=(4, 2, 3), sums=(1, 6, 4, 8)),
-    Pooled(lengths=(1, 4, 3), computed=(0, 1, 2), W=4, L=4,
-         options=(("conv_mode", "pangu"), ("residual_connection", 1))),
+    Pooled(
+        lengths=(1, 4, 3),
+        computed=(0, 1, 2),
+        W=4,
+        L=4,
+        options=(("conv_mode", "pangu"), ("residual_connection", 1)),
+    ),
     Pooled(options=(("residual_connection", 1), ("activation", "silu"), ("run_mode", 1))),
-    Pooled(lengths=(9, 3, 6), slots=TABLE, computed=(3, 0, 5), L=3,
-         blocks=((0, 0, 1), (2, 0, 2), (0, 0, 1)), options=(("block_size", 4),)),
-    Pooled(lengths=(12, 3, 1), slots=TABLE, computed=(4, 5, 11), L=5, accepted=(1, 2, 3),
-         blocks=((1, 1, 2), (3, 1, 2), (0, 1, 2)), options=(("block_size", 4),)),
+    Pooled(
+        lengths=(9, 3, 6),
+        slots=TABLE,
+        computed=(3, 0, 5),
+        L=3,
+        blocks=((0, 0, 1), (2, 0, 2), (0, 0, 1)),
+        options=(("block_size", 4),),
+    ),
+    Pooled(
+        lengths=(12, 3, 1),
+        slots=TABLE,
+        computed=(4, 5, 11),
+        L=5,
+        accepted=(1, 2, 3),
+        blocks=((1, 1, 2), (3, 1, 2), (0, 1, 2)),
+        options=(("block_size", 4),),
+    ),
     # the first block has the state to start from
-    Pooled(lengths=(2, 3, 1), slots=TABLE, computed=(7, 7, 3), L=5,
-         blocks=((1, 1, 0), (2, 2, 0), (1, 1, 0)), options=(("block_size", 4),)),
+    Pooled(
+        lengths=(2, 3, 1),
+        slots=TABLE,
+        computed=(7, 7, 3),
+        L=5,
+        blocks=((1, 1, 0), (2, 2, 0), (1, 1, 0)),
+        options=(("block_size", 4),),
+    ),
     # a block of the table that is not there, and blocks beyond it
-    Pooled(lengths=(9, 4), slots=((4, -1, 2), (1, 6, 11)), computed=(3, 10), turned=True,
-         blocks=((0, 2), (2, 3), (0, -1)), options=(("block_size", 4),)),
+    Pooled(
+        lengths=(9, 4),
+        slots=((4, -1, 2), (1, 6, 11)),
+        computed=(3, 10),
+        turned=True,
+        blocks=((0, 2), (2, 3), (0, -1)),
+        options=(("block_size", 4),),
+    ),
     # rows of no blocks
     Pooled(lengths=(3, 2), slots=((), ()), computed=(0, 1), blocks=((0, 0), (0, 0), (0, 0))),
     Pooled(lengths=(300, 70), slots=(5, 2), D=600, L=2),
     Pooled(lengths=(1,), slots=(3,), D=1, W=2, L=1),  # one number
-]  # fmt: skip
+]
 dtypes = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
 )

@@ -31,49 +31,151 @@ RAGGED = dict(disguises=[], layouts=("BSND", "BSND"), spare=0, mode=0)
 # what python -m tests.fuzz has found
 FOUND = [
     # sparse_block_size=2**31: gathered as many positions
-    ("illegal", dict(
-        op="npu_sparse_flash_attention", seed=947788274, dtype="float64", rows=[], keys=[], n=1,
-        d=1, k=0, dr=1, block=0, own_value=False, sinks=False, **RAGGED,
-    )),
+    (
+        "illegal",
+        dict(
+            op="npu_sparse_flash_attention",
+            seed=947788274,
+            dtype="float64",
+            rows=[],
+            keys=[],
+            n=1,
+            d=1,
+            k=0,
+            dr=1,
+            block=0,
+            own_value=False,
+            sinks=False,
+            **RAGGED,
+        ),
+    ),
     # a query without heads
-    ("illegal", dict(
-        op="npu_kv_quant_sparse_flash_attention_lse", seed=1089838665, dtype="float64",
-        disguises=[], b=0, s=0,
-    )),
+    (
+        "illegal",
+        dict(
+            op="npu_kv_quant_sparse_flash_attention_lse",
+            seed=1089838665,
+            dtype="float64",
+            disguises=[],
+            b=0,
+            s=0,
+        ),
+    ),
     # scales [T] in place of [T, 1]
-    ("illegal", dict(
-        op="npu_lightning_indexer_prolog_pto", seed=870145361, dtype="float64", disguises=[], b=0,
-        s=0,
-    )),
+    (
+        "illegal",
+        dict(
+            op="npu_lightning_indexer_prolog_pto",
+            seed=870145361,
+            dtype="float64",
+            disguises=[],
+            b=0,
+            s=0,
+        ),
+    ),
     # NaN in a token of no sequence came out of the norm's gradient, and of the gate's
-    ("legal", dict(
-        op="npu_chunk_kda_grad", seed=581836912, dtype="float64", disguises=["garbage"],
-        lengths=[1], packed=True, h=1, groups=1, k=1, v=1, before=0, behind=1, state=False,
-        layout="vk", gate="bounded", bias=True, norm=True,
-    )),
+    (
+        "legal",
+        dict(
+            op="npu_chunk_kda_grad",
+            seed=581836912,
+            dtype="float64",
+            disguises=["garbage"],
+            lengths=[1],
+            packed=True,
+            h=1,
+            groups=1,
+            k=1,
+            v=1,
+            before=0,
+            behind=1,
+            state=False,
+            layout="vk",
+            gate="bounded",
+            bias=True,
+            norm=True,
+        ),
+    ),
     # a loss near zero, which the plain call gives with fewer roundings than it may have
-    ("legal", dict(
-        op="npu_indexer_loss", seed=1225636244, dtype="float32", disguises=["absent", "offset"],
-        b=1, n=3, s=2, s2=30, d=64, dr=16, k=20, offset=3, lse=False,
-    )),
+    (
+        "legal",
+        dict(
+            op="npu_indexer_loss",
+            seed=1225636244,
+            dtype="float32",
+            disguises=["absent", "offset"],
+            b=1,
+            n=3,
+            s=2,
+            s2=30,
+            d=64,
+            dr=16,
+            k=20,
+            offset=3,
+            lse=False,
+        ),
+    ),
     # a score's terms in another order: more off than the plain call's, by a rounding of their size
-    ("legal", dict(
-        op="npu_indexer_loss", seed=1703223978, dtype="float32", disguises=["offset"], b=2, n=4,
-        s=4, s2=15, d=63, dr=0, k=6, offset=2, lse=True,
-    )),
+    (
+        "legal",
+        dict(
+            op="npu_indexer_loss",
+            seed=1703223978,
+            dtype="float32",
+            disguises=["offset"],
+            b=2,
+            n=4,
+            s=4,
+            s2=15,
+            d=63,
+            dr=0,
+            k=6,
+            offset=2,
+            lse=True,
+        ),
+    ),
     # one key has the whole probability, so that its score's gradient is roundings of float32: those
     # of another alignment, and on a GPU those of another order
-    ("legal", dict(
-        op="npu_fused_attention_backward", seed=1598976053, dtype="float32", disguises=["offset"],
-        b=1, groups=2, hk=2, rows=[32], keys=[1], spare=0, packed=False, d=16, dv=15, causal=True,
-        window=0,
-    )),
-    ("legal", dict(
-        op="npu_sparse_flash_attention_grad", seed=102280217, dtype="bfloat16", rows=[1], keys=[8],
-        n=16, d=512, k=1, dr=64, block=1, own_value=False, sinks=False, of_sum=False,
-        **RAGGED | dict(layouts=("TND", "TND"), mode=3),
-    )),
-]  # fmt: skip
+    (
+        "legal",
+        dict(
+            op="npu_fused_attention_backward",
+            seed=1598976053,
+            dtype="float32",
+            disguises=["offset"],
+            b=1,
+            groups=2,
+            hk=2,
+            rows=[32],
+            keys=[1],
+            spare=0,
+            packed=False,
+            d=16,
+            dv=15,
+            causal=True,
+            window=0,
+        ),
+    ),
+    (
+        "legal",
+        dict(
+            op="npu_sparse_flash_attention_grad",
+            seed=102280217,
+            dtype="bfloat16",
+            rows=[1],
+            keys=[8],
+            n=16,
+            d=512,
+            k=1,
+            dr=64,
+            block=1,
+            own_value=False,
+            sinks=False,
+            of_sum=False,
+            **RAGGED | dict(layouts=("TND", "TND"), mode=3),
+        ),
+    ),
+]
 
 
 @pytest.mark.parametrize("which, case", FOUND, ids=lambda x: x["op"] if isinstance(x, dict) else x)

@@ -35,19 +35,36 @@ def composed(x: dict) -> torch.Tensor:
         for name in ("intermediate_state_indices", "retrieve_parent_token", "disable_state_update")
     }
     mixed = custom.npu_causal_conv1d_update(
-        x["mixed_qkv"], x["conv_states"], x["conv_weight"], x["conv_bias"], "silu",
-        conv_state_indices=slots, intermediate_conv_window=x["intermediate_conv_window"],
+        x["mixed_qkv"],
+        x["conv_states"],
+        x["conv_weight"],
+        x["conv_bias"],
+        "silu",
+        conv_state_indices=slots,
+        intermediate_conv_window=x["intermediate_conv_window"],
         **verification,
-    )  # fmt: skip
+    )
     keys = (mixed.shape[-1] - heads * size) // 2
     key_size = x["states"].shape[2 if x["state_layout"] == "kv" else 3]
     q, k, v = mixed.split([keys, keys, heads * size], -1)
     q, k = (y.unflatten(-1, (-1, key_size)) for y in (q, k))
     out = custom.npu_fused_sigmoid_gating_delta_rule_update(
-        x["A_log"], x["a"], x["dt_bias"], 1.0, 20.0, q, k, v.unflatten(-1, (heads, size)), x["b"],
-        x["states"], slots, use_qk_l2norm_in_kernel=True, state_layout=x["state_layout"],
-        intermediate_states=x["intermediate_states"], **verification,
-    )  # fmt: skip
+        x["A_log"],
+        x["a"],
+        x["dt_bias"],
+        1.0,
+        20.0,
+        q,
+        k,
+        v.unflatten(-1, (heads, size)),
+        x["b"],
+        x["states"],
+        slots,
+        use_qk_l2norm_in_kernel=True,
+        state_layout=x["state_layout"],
+        intermediate_states=x["intermediate_states"],
+        **verification,
+    )
     activation = x["gate_activation"]
     return custom.npu_gated_rms_norm(out, x["z"], x["norm_weight"], activation=activation)
 
@@ -98,10 +115,15 @@ def test_equals_qwen3_next_s_layer(device, backend):
     from transformers.models.qwen3_next import Qwen3NextConfig
 
     config = Qwen3NextConfig(
-        hidden_size=32, num_hidden_layers=1, layer_types=["linear_attention"],
-        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
-        linear_value_head_dim=16, linear_conv_kernel_dim=4,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_conv_kernel_dim=4,
+    )
     layer = qwen.Qwen3NextGatedDeltaNet(config, 0).eval()
     torch.nn.init.normal_(layer.norm.weight)
     cache = DynamicCache(config=config)
@@ -119,11 +141,16 @@ def test_equals_qwen3_next_s_layer(device, backend):
         if backend == "npu":
             columns = columns.contiguous()
         out = custom.npu_gated_delta_layer_decode(
-            *(y.contiguous().to(device) for y in (mixed, z, a, b)), columns, states,
-            layer.conv1d.weight.squeeze(1).t().to(device), layer.A_log.to(device),
-            layer.dt_bias.to(device), layer.norm.weight.to(device),
-            torch.arange(2, device=device), epsilon=layer.layer_norm_epsilon,
-        )  # fmt: skip
+            *(y.contiguous().to(device) for y in (mixed, z, a, b)),
+            columns,
+            states,
+            layer.conv1d.weight.squeeze(1).t().to(device),
+            layer.A_log.to(device),
+            layer.dt_bias.to(device),
+            layer.norm.weight.to(device),
+            torch.arange(2, device=device),
+            epsilon=layer.layer_norm_epsilon,
+        )
         got = layer.out_proj(out.cpu().flatten(2))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(states.cpu(), cache.layers[0].recurrent_states[0])

@@ -124,9 +124,15 @@ def few(monkeypatch):
     monkeypatch.setattr(decode, "launch", lambda *x: (launches.append(x), launch(*x)))
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
     stand_in(
-        monkeypatch, rows, selection, sparse_flash_attention, decode, hopper.rows,
-        hopper.sparse_flash_attention, hopper.mla_parts,
-    )  # fmt: skip
+        monkeypatch,
+        rows,
+        selection,
+        sparse_flash_attention,
+        decode,
+        hopper.rows,
+        hopper.sparse_flash_attention,
+        hopper.mla_parts,
+    )
     return launches
 
 
@@ -158,29 +164,70 @@ INDEXED = {
     "two rows, short": dict(N=64, R=128, B=3, S=2, P=64, S2=320, lengths=[320, 1, 150], K=33),
     "four rows": dict(N=9, R=64, B=2, S=5, keys="BSND", S2=300, rows=[5, 3], K=50),
     "packed": dict(
-        N=16, R=64, B=3, S=3, query="TND", keys="TND", rows=[1, 1, 7], lengths=[20, 20, 500],
-        S2=200, K=30,
+        N=16,
+        R=64,
+        B=3,
+        S=3,
+        query="TND",
+        keys="TND",
+        rows=[1, 1, 7],
+        lengths=[20, 20, 500],
+        S2=200,
+        K=30,
     ),
     "packed, paged": dict(N=20, R=64, B=2, S=3, query="TND", rows=[2, 5], P=64, S2=256, K=20),
     "shared": dict(N=64, R=64, B=2, S=5, P=128, S2=4352, rows=[5, 2], lengths=[4300, 170], K=60),
     "shared, 128 heads": dict(N=128, R=64, B=1, S=3, keys="BSND", S2=200, K=60),
     "shared, packed": dict(
-        N=64, R=64, B=3, S=3, query="TND", keys="TND", rows=[1, 1, 9], lengths=[70, 70, 400],
-        S2=150, K=30,
+        N=64,
+        R=64,
+        B=3,
+        S=3,
+        query="TND",
+        keys="TND",
+        rows=[1, 1, 9],
+        lengths=[70, 70, 400],
+        S2=150,
+        K=30,
     ),
     "beyond 32 bits": dict(
-        N=3, R=64, B=3, S=1, P=64, S2=128, rows=[2**32, 1, 2**31],
-        lengths=[2**32 + 5, 2**62, -(2**33)], index=torch.int64, K=40,
+        N=3,
+        R=64,
+        B=3,
+        S=1,
+        P=64,
+        S2=128,
+        rows=[2**32, 1, 2**31],
+        lengths=[2**32 + 5, 2**62, -(2**33)],
+        index=torch.int64,
+        K=40,
     ),
     "packed, beyond 32 bits": dict(
-        N=16, R=64, B=2, S=3, query="TND", keys="TND", rows=[-(2**32) + 2, 2**32 + 5],
-        lengths=[50, 2**32 + 70], index=torch.int64, S2=100, K=30,
+        N=16,
+        R=64,
+        B=2,
+        S=3,
+        query="TND",
+        keys="TND",
+        rows=[-(2**32) + 2, 2**32 + 5],
+        lengths=[50, 2**32 + 70],
+        index=torch.int64,
+        S2=100,
+        K=30,
     ),
     "shared, beyond 32 bits": dict(
-        N=64, R=64, B=2, S=3, query="TND", keys="TND", rows=[1, 2**31 - 1],
-        lengths=[-3, 2**31 - 1], S2=100, K=30,
+        N=64,
+        R=64,
+        B=2,
+        S=3,
+        query="TND",
+        keys="TND",
+        rows=[1, 2**31 - 1],
+        lengths=[-3, 2**31 - 1],
+        S2=100,
+        K=30,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -299,9 +346,12 @@ def test_product(tokens, depth, form, prologs):
     x, sizes = normal(tokens, depth), (96, 16, 128)
     weights = [normal(depth, size) for size in sizes]
     parts = nz_matmul.product(
-        x, [(LAID[form](w), size) for w, size in zip(weights, sizes, strict=True)], form,
-        keep_float=True, first=True,
-    )  # fmt: skip
+        x,
+        [(LAID[form](w), size) for w, size in zip(weights, sizes, strict=True)],
+        form,
+        keep_float=True,
+        first=True,
+    )
     near(parts.sum(0), x.float() @ torch.cat(weights, 1).float(), 1e-5)
 
 
@@ -329,8 +379,10 @@ def test_fp8_product(tokens, depth, prologs):
             quantised_matmul.Weight(w, size, scale.t().contiguous())
             for (w, _), size, scale in zip(weights, sizes, scales, strict=True)
         ],
-        quantised_matmul.LINEAR.value, torch.bfloat16, keep_float=True,
-    )  # fmt: skip
+        quantised_matmul.LINEAR.value,
+        torch.bfloat16,
+        keep_float=True,
+    )
     x = wide(x, x_scale, 1)
     wanted = [x @ wide(w, scale, 128).t() for (w, _), scale in zip(weights, scales, strict=True)]
     near(parts.sum(0), torch.cat(wanted, 1), 1e-5)
@@ -382,9 +434,14 @@ def test_fp8_query_heads(tokens, parts, prologs, monkeypatch):
     sin, cos = normal(2, tokens, 64)
     query, query_rope = quantised_stages.query_heads(
         quantised_matmul.Rows(c, c_scale),
-        quantised_matmul.Weight(w, heads * 192, w_scale.t().contiguous()), "linear", w_uk, sin,
-        cos, (tokens, 1), interleaved,
-    )  # fmt: skip
+        quantised_matmul.Weight(w, heads * 192, w_scale.t().contiguous()),
+        "linear",
+        w_uk,
+        sin,
+        cos,
+        (tokens, 1),
+        interleaved,
+    )
     q = wide(c, c_scale, 1) @ wide(w, w_scale, 128).t()
     q = q.bfloat16().float().view(tokens, heads, 192)
     near(query.squeeze(1), torch.einsum("tnd,ndr->tnr", q[..., :128], w_uk.float()))
@@ -400,10 +457,11 @@ def few_processors(monkeypatch):
     stand_in(monkeypatch, attention_tiles, lengths, hopper.tma, module)
     # what they say in PTX
     instead = dict(
-        _ping_pong=lambda *_: None, _meet=lambda: None,
+        _ping_pong=lambda *_: None,
+        _meet=lambda: None,
         _pairs=lambda even, odd, dtype: torch.stack((even, odd), -1).flatten(-2).to(dtype),
         _operand=lambda pairs, *_: pairs,
-    )  # fmt: skip
+    )
     for name, function in instead.items():
         monkeypatch.setattr(module, name, function)
 

@@ -114,11 +114,14 @@ def test_sparse_attention_takes_no_more_shared_memory_than_its_tiles_are_chosen_
         half = partial(torch.empty, dtype=torch.bfloat16)
         launched(
             "sparse_flash_attention",
-            query=half(count, 1, heads, rank), key=half(count, 4096, 1, rank), value=None,
-            sparse_indices=torch.empty(count, 1, 1, 2048, dtype=torch.int32), scale_value=0.1,
+            query=half(count, 1, heads, rank),
+            key=half(count, 4096, 1, rank),
+            value=None,
+            sparse_indices=torch.empty(count, 1, 1, 2048, dtype=torch.int32),
+            scale_value=0.1,
             query_rope=half(count, 1, heads, rope) if rope else None,
             key_rope=half(count, 4096, 1, rope) if rope else None,
-        )  # fmt: skip
+        )
     tile = sparse_flash_attention.tiles(count, heads, 2048, rank, rope, False, 2, CPU)
     predicted = sparse_flash_attention.shared_bytes(tile, rope, gpu.reads_shared(CPU))
     assert 0 < compiled[0].metadata.shared <= predicted <= kib * 1024

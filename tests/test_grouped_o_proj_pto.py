@@ -33,9 +33,16 @@ def processors_of_a_gpu(monkeypatch):
 
 
 def draw(
-    dtype: torch.dtype, B: int = 2, S: int = 3, N: int = 6, D: int = 32, G: int = 2, Ro: int = 16,
-    H: int = 48, Dr: int = 8,
-) -> dict[str, Tensor]:  # fmt: skip
+    dtype: torch.dtype,
+    B: int = 2,
+    S: int = 3,
+    N: int = 6,
+    D: int = 32,
+    G: int = 2,
+    Ro: int = 16,
+    H: int = 48,
+    Dr: int = 8,
+) -> dict[str, Tensor]:
     """Numbers of `dtype`, in float64."""
     deep = N // G * D
     drawn = dict(
@@ -117,9 +124,13 @@ def test_equals_transformers_in_float64(kind):
     cos, sin = (pairs(u) for u in layer.angles(positions)["compress" if kind else "main"])
     w_o_a = a.o_a_proj.weight.detach().unflatten(0, (size.o_groups, -1)).transpose(1, 2)
     got = getattr(custom, OP)(
-        heads, w_o_a.contiguous(), a.o_b_proj.weight.detach().T.contiguous(), sin, cos,
+        heads,
+        w_o_a.contiguous(),
+        a.o_b_proj.weight.detach().T.contiguous(),
+        sin,
+        cos,
         weight_format="nd",
-    )  # fmt: skip
+    )
     assert (got - theirs).abs().max() < 1e-12
 
 
@@ -140,8 +151,10 @@ def test_equals_a_loop_over_numbers():
 
 # a group's K and its columns: below a block of 128, of one, and beyond, whole and not
 NARROW_SIZES = [
-    dict(), dict(N=8, D=32, Ro=128, H=160), dict(N=10, D=64, G=2, Ro=160, H=128, S=9),
-]  # fmt: skip
+    dict(),
+    dict(N=8, D=32, Ro=128, H=160),
+    dict(N=10, D=64, G=2, Ro=160, H=128, S=9),
+]
 
 
 @pytest.mark.parametrize("mode", [2, 4])

@@ -65,9 +65,10 @@ def noted(request, monkeypatch) -> list[Launch]:
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     monkeypatch.setattr(KernelInterface, "__getitem__", get)
     monkeypatch.setattr(
-        case.Draw, "normal",
+        case.Draw,
+        "normal",
         lambda self, *shape, dtype=None, std=1.0: torch.empty(shape, dtype=dtype or self.dtype),
-    )  # fmt: skip
+    )
     return found
 
 

@@ -70,9 +70,15 @@ def typed(given: dict[str, Any], dtype: torch.dtype, device: Any = "cpu") -> dic
 
 
 def plainly(
-    x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, norm_weight: Tensor | None = None,
-    iters: int = 20, norm_eps: float = 1e-6, hc_eps: float = 1e-6,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Tensor,
+    hc_fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    norm_weight: Tensor | None = None,
+    iters: int = 20,
+    norm_eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+) -> tuple[Tensor, ...]:
     """In the dtype of the parameters, and differentiable."""
     wide = hc_fn.dtype
     streams = x.to(wide)

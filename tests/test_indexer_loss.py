@@ -487,8 +487,10 @@ def test_errors(change, error, sentence):
 def test_a_key_of_minus_infinity_has_no_share(lse, device, backend):
     """Of heads that do not fill a kernel's tile: 0 * inf is NaN."""
     case = Case(2, 3, 5, 9, 32, 9, every=True)
-    x = {n: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v
-         for n, v in case.arguments().items()}  # fmt: skip
+    x = {
+        n: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for n, v in case.arguments().items()
+    }
     x["query"], x["key"] = x["query"].abs(), x["key"].clone()
     x["key"][:, 1] = -torch.inf
     if lse:
@@ -508,8 +510,10 @@ def test_a_key_of_minus_infinity_has_no_share(lse, device, backend):
 def test_a_key_that_is_no_number_leaves_no_target(device, backend):
     """Its row's heads are not taken for those that see no key."""
     case = Case(1, 3, 4, 9, 16, 5, every=True)
-    x = {n: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v
-         for n, v in case.arguments().items()}  # fmt: skip
+    x = {
+        n: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for n, v in case.arguments().items()
+    }
     x["key"][0, 1, 3] = torch.nan
     x = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in x.items()}
     before = log.calls[OP, backend]

@@ -138,9 +138,12 @@ def test_padding_that_is_not_on_the_left(name, padding, attention):
         cache = None
         for a, b in ((0, 15), (15, 18), (18, 19)):
             out = model(
-                ids[:, a:b], attention_mask=whole[:, :b], position_ids=position[:, a:b],
-                past_key_values=cache, use_cache=True,
-            )  # fmt: skip
+                ids[:, a:b],
+                attention_mask=whole[:, :b],
+                position_ids=position[:, a:b],
+                past_key_values=cache,
+                use_cache=True,
+            )
             cache = out.past_key_values
             yield out.logits
 
@@ -267,9 +270,10 @@ def test_a_decode_step_in_a_graph(name, device):
         kinds = {*model.config.layer_types}
         seen = torch.ones(2, 1, 1, 10, dtype=torch.bool, device=device)
         step = dict(
-            attention_mask=dict.fromkeys(kinds, seen), past_key_values=whole,
+            attention_mask=dict.fromkeys(kinds, seen),
+            past_key_values=whole,
             position_ids=torch.full((2, 1), 9, device=device),
-        )  # fmt: skip
+        )
         before = [(layer.tokens, layer.valid) for layer in whole.layers]
         model(token, **step)  # compiles
         for layer, (tokens, valid) in zip(whole.layers, before, strict=True):

@@ -30,7 +30,7 @@ from .support.models import (  # noqa: E402
     qwen3_5_moe,
     qwen3_next,
     ragged,
-)  # fmt: skip
+)
 
 PAIRS = {
     "chunk_gated_delta_rule": modeling_qwen3_next.torch_chunk_gated_delta_rule,
@@ -208,9 +208,12 @@ def test_a_rate_and_a_gate_that_are_made_inside(name):
         for doubled in (False, True):
             wanted = exactly(**given | dict(g=g, beta=given["beta"].sigmoid() * (1 + doubled)))
             got = getattr(ours, name)(
-                **given, **each, output_final_state=True,
-                use_beta_sigmoid_in_kernel=True, allow_neg_eigval=doubled,
-            )  # fmt: skip
+                **given,
+                **each,
+                output_final_state=True,
+                use_beta_sigmoid_in_kernel=True,
+                allow_neg_eigval=doubled,
+            )
             close(got, wanted)
 
 

@@ -30,9 +30,18 @@ class Problem:
     """Ragged requests over rows in pages that lie apart, in random order."""
 
     def __init__(
-        self, kind="fp8", row_layout="nope_scale_rope", heads=5, count=12, page=16, between=656,
-        scale_format="ue8m0", block=1, requests=RAGGED, dtype=NARROW,
-    ):  # fmt: skip
+        self,
+        kind="fp8",
+        row_layout="nope_scale_rope",
+        heads=5,
+        count=12,
+        page=16,
+        between=656,
+        scale_format="ue8m0",
+        block=1,
+        requests=RAGGED,
+        dtype=NARROW,
+    ):
         self.row_layout, self.block, self.dtype = row_layout, block, dtype
         self.rows, self.keys = zip(*requests, strict=True)
         total, tokens = sum(self.keys), sum(self.rows)
@@ -51,9 +60,13 @@ class Problem:
         self.slots = torch.tensor(slots)
         custom.npu_latent_cache_write(
             torch.randn(total, 512) * torch.exp2(torch.randint(-3, 3, (total, 1))),
-            torch.randn(total, 64).to(dtype), cache, self.slots, kind=kind, row_layout=row_layout,
+            torch.randn(total, 64).to(dtype),
+            cache,
+            self.slots,
+            kind=kind,
+            row_layout=row_layout,
             scale_format=scale_format,
-        )  # fmt: skip
+        )
         self.cache = cache if kind == "fp8" else cache.view(torch.int8)
         self.values = torch.float8_e4m3fn if kind == "fp8" else torch.int8
         self.query = torch.randn(tokens, heads, 576).to(dtype)
@@ -342,9 +355,13 @@ def test_slots_as_flash_mla_names_them(sink, typed, device):
     want, top, total = custom.npu_kv_quant_sparse_flash_attention_lse(**given)
     rows = given["key"].view(torch.float8_e4m3fn) if typed else given["key"]
     out, lse = custom.flash_mla_sparse_fp8(
-        given["query"].view(2, 3, 6, 576), rows, slots.to(device), 0.06, attn_sink=given["sinks"],
+        given["query"].view(2, 3, 6, 576),
+        rows,
+        slots.to(device),
+        0.06,
+        attn_sink=given["sinks"],
         topk_length=length.to(device),
-    )  # fmt: skip
+    )
     assert torch.equal(out.flatten(0, 1), want)
     assert lse.shape == (2, 6, 3)
     assert torch.equal(lse.mT.flatten(0, 1), (top + total.log())[0])

@@ -94,9 +94,10 @@ CASES = [
 def pretended(request, monkeypatch) -> Device:
     # nothing here reads a value
     monkeypatch.setattr(
-        case.Draw, "normal",
+        case.Draw,
+        "normal",
         lambda self, *shape, dtype=None, std=1.0: torch.empty(shape, dtype=dtype or self.dtype),
-    )  # fmt: skip
+    )
     return pretend(monkeypatch, request.param)
 
 
@@ -266,8 +267,11 @@ def test_a_plan_forks_the_stream_where_its_launcher_does(streams):
     assert plan is not None
     plan([torch.full((1,), 2.0)])
     assert noted == [
-        "there waits for elsewhere", "2.0 on there", "2.0 on elsewhere", "elsewhere waits for there"
-    ]  # fmt: skip
+        "there waits for elsewhere",
+        "2.0 on there",
+        "2.0 on elsewhere",
+        "elsewhere waits for there",
+    ]
     assert current == ["elsewhere"]
 
 
@@ -315,8 +319,11 @@ def test_a_plan_allocates_ahead_of_its_second_stream(streams, monkeypatch):
     noted.clear()
     plan([torch.ones(1)])
     assert noted == [
-        "memory of here", "there waits for here", "1.0 on there", "here waits for there"
-    ]  # fmt: skip
+        "memory of here",
+        "there waits for here",
+        "1.0 on there",
+        "here waits for there",
+    ]
 
 
 class Driver:
@@ -369,9 +376,10 @@ def test_a_user_s_stream_is_no_op_s_second_one(device):
                 segments = torch.cuda.memory_snapshot()
                 for x in out:
                     [at] = [
-                        segment["stream"] for segment in segments
+                        segment["stream"]
+                        for segment in segments
                         if 0 <= x.data_ptr() - segment["address"] < segment["total_size"]
-                    ]  # fmt: skip
+                    ]
                     assert at == stream.cuda_stream
             stream.synchronize()
             assert all(map(torch.equal, out, wanted))
@@ -418,24 +426,42 @@ class Launched:
         ]
         run = object.__new__(nvidia.CudaLauncher)
         vars(run).update(
-            num_ctas=1, global_scratch_size=scratch, global_scratch_align=128,
-            profile_scratch_size=0, profile_scratch_align=1, launch_cooperative_grid=False,
-            launch_pdl=True, arg_annotations="annotations", kernel_signature="signature",
+            num_ctas=1,
+            global_scratch_size=scratch,
+            global_scratch_align=128,
+            profile_scratch_size=0,
+            profile_scratch_align=1,
+            launch_cooperative_grid=False,
+            launch_pdl=True,
+            arg_annotations="annotations",
+            kernel_signature="signature",
             gsan_enabled=False,
             launch=nvidia.wrap_handle_tensordesc(
                 lambda *args: self.handed.append(args), dict(enumerate(kinds)), self.metas
             ),
-        )  # fmt: skip
+        )
         self.kernel = SimpleNamespace(
-            run=run, function=7, packed_metadata=(4, 1, 0), launch_metadata=lambda *_: "about",
+            run=run,
+            function=7,
+            packed_metadata=(4, 1, 0),
+            launch_metadata=lambda *_: "about",
             metadata=SimpleNamespace(tensordesc_meta=self.metas),
-        )  # fmt: skip
+        )
 
     def by_triton(self, x: Tensor, y: Tensor, *about: Any) -> Any:
         self.kernel.run(
-            3, 2, 1, 11, 7, (4, 1, 0), *(about or (None,) * 3), x.data_ptr(), self.rows(x), 5,
+            3,
+            2,
+            1,
+            11,
+            7,
+            (4, 1, 0),
+            *(about or (None,) * 3),
+            x.data_ptr(),
+            self.rows(x),
+            5,
             self.numbers(y),
-        )  # fmt: skip
+        )
         return self.handed.pop()
 
     @staticmethod
@@ -1231,9 +1257,11 @@ def test_descriptors_are_handed_to_c_as_triton_hands_them(encoded):
     launch = FastLauncher(launcher, (3, 2, 1), 0)
     rows, numbers = which.rows(x), which.numbers(y)
     values = [
-        x.data_ptr(), *launch.encoded(rows)(x.data_ptr()), 5,
+        x.data_ptr(),
+        *launch.encoded(rows)(x.data_ptr()),
+        5,
         *launch.encoded(numbers)(y.data_ptr()),
-    ]  # fmt: skip
+    ]
     given = [x, rows, 5, numbers]
     assert private_triton.agrees(launcher, (3, 2, 1), given, values)
     assert not private_triton.agrees(launcher, (3, 2, 1), given, values[::-1])

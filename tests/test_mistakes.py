@@ -41,19 +41,30 @@ TABLE = torch.tensor([[0, -1], [1, 2]], dtype=torch.int32)
 
 def indexer(**changes: Any) -> Any:
     given: dict[str, Any] = dict(
-        query=r(2, 1, 4, 16), key=r(8, 128, 1, 16), weights=r(2, 1, 4), block_table=TABLE,
-        actual_seq_lengths_key=i32(100, 200), layout_key="PA_BSND", sparse_count=16,
-    )  # fmt: skip
+        query=r(2, 1, 4, 16),
+        key=r(8, 128, 1, 16),
+        weights=r(2, 1, 4),
+        block_table=TABLE,
+        actual_seq_lengths_key=i32(100, 200),
+        layout_key="PA_BSND",
+        sparse_count=16,
+    )
     return custom.npu_lightning_indexer(**(given | changes))
 
 
 def sparse(**changes: Any) -> Any:
     given: dict[str, Any] = dict(
-        query=r(2, 1, 4, 32), key=r(8, 128, 1, 32), value=None, scale_value=0.1,
-        sparse_indices=torch.zeros(2, 1, 1, 16, dtype=torch.int32), query_rope=r(2, 1, 4, 16),
-        key_rope=r(8, 128, 1, 16), actual_seq_lengths_kv=i32(100, 200), block_table=TABLE,
+        query=r(2, 1, 4, 32),
+        key=r(8, 128, 1, 32),
+        value=None,
+        scale_value=0.1,
+        sparse_indices=torch.zeros(2, 1, 1, 16, dtype=torch.int32),
+        query_rope=r(2, 1, 4, 16),
+        key_rope=r(8, 128, 1, 16),
+        actual_seq_lengths_kv=i32(100, 200),
+        block_table=TABLE,
         layout_kv="PA_BSND",
-    )  # fmt: skip
+    )
     return custom.npu_sparse_flash_attention(**(given | changes))
 
 
@@ -63,13 +74,28 @@ def nz(*shape: int) -> Tensor:
 
 def layer(**changes: Any) -> Any:
     given: dict[str, Any] = dict(
-        x=r(1, 1, 64), w_dq=nz(64, 32), w_uq_qr=nz(32, 64), w_uk=r(2, 16, 32), w_dkv_kr=nz(64, 48),
-        gamma_cq=torch.ones(32), gamma_ckv=torch.ones(32), sin=r(1, 1, 16), cos=r(1, 1, 16),
-        cache_index=i32(37)[None], kv_cache=r(8, 16, 1, 32), kr_cache=r(8, 16, 1, 16),
-        block_table=i32(0, 1, 2)[None], act_seqs=i32(38), w_idx_qb=nz(32, 512), w_idx_k=nz(64, 32),
-        w_idx_proj=nz(64, 16), in_gamma_k=torch.ones(32), in_beta_k=torch.zeros(32),
-        index_k_cache=r(8, 16, 1, 32), sparse_count=16,
-    )  # fmt: skip
+        x=r(1, 1, 64),
+        w_dq=nz(64, 32),
+        w_uq_qr=nz(32, 64),
+        w_uk=r(2, 16, 32),
+        w_dkv_kr=nz(64, 48),
+        gamma_cq=torch.ones(32),
+        gamma_ckv=torch.ones(32),
+        sin=r(1, 1, 16),
+        cos=r(1, 1, 16),
+        cache_index=i32(37)[None],
+        kv_cache=r(8, 16, 1, 32),
+        kr_cache=r(8, 16, 1, 16),
+        block_table=i32(0, 1, 2)[None],
+        act_seqs=i32(38),
+        w_idx_qb=nz(32, 512),
+        w_idx_k=nz(64, 32),
+        w_idx_proj=nz(64, 16),
+        in_gamma_k=torch.ones(32),
+        in_beta_k=torch.zeros(32),
+        index_k_cache=r(8, 16, 1, 32),
+        sparse_count=16,
+    )
     return custom.npu_sparse_attention_pto(**(given | changes))
 
 
@@ -79,9 +105,13 @@ def unit(*shape: int) -> Tensor:
 
 def rule(**changes: Any) -> Any:
     given: dict[str, Any] = dict(
-        query=unit(7, 2, 16), key=unit(7, 2, 16), value=r(7, 4, 16), beta=torch.rand(7, 4),
-        g=-r(7, 4).abs(), actual_seq_lengths=i32(3, 4),
-    )  # fmt: skip
+        query=unit(7, 2, 16),
+        key=unit(7, 2, 16),
+        value=r(7, 4, 16),
+        beta=torch.rand(7, 4),
+        g=-r(7, 4).abs(),
+        actual_seq_lengths=i32(3, 4),
+    )
     return custom.npu_chunk_gated_delta_rule(**(given | changes))
 
 

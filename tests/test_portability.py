@@ -81,8 +81,10 @@ def test_the_matrix_is_of_today(capability):
     command = [sys.executable, "-m", "tests.portability", "--check", "--jobs", "1"]
     done = subprocess.run(
         [*command, "--gpu", str(capability), "--triton", triton.__version__],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

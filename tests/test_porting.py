@@ -267,9 +267,18 @@ def test_flash_mla_prefill():
         actual_seq_lengths_kv=torch.tensor([n["T"]]),
     )
     with_sink = custom.npu_sparse_flash_attention(
-        n["q3"][..., :512], n["kv"][..., :512], None, chosen, 0.1, **parts, **ends,
-        layout_query="TND", layout_kv="TND", sparse_mode=0, sinks=sink,
-    )[0]  # fmt: skip
+        n["q3"][..., :512],
+        n["kv"][..., :512],
+        None,
+        chosen,
+        0.1,
+        **parts,
+        **ends,
+        layout_query="TND",
+        layout_kv="TND",
+        sparse_mode=0,
+        sinks=sink,
+    )[0]
     for s in range(n["S"]):
         out, top, lse = chosen_attention(n["q3"][s], kv, kv[:, :512], n["chosen"][s, 0], 0.1)
         close(n["prefill"][s], out)
@@ -364,9 +373,13 @@ def test_fla_packed_sequences_and_the_gate():
     g = -A_log.exp() * F.softplus(a.float() + dt_bias)
     q, k, v, beta = (n[name][0] for name in ("q", "k", "v", "beta"))
     packed, _ = custom.npu_chunk_gated_delta_rule(
-        F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, beta=beta, g=g,
+        F.normalize(q, dim=-1),
+        F.normalize(k, dim=-1),
+        v,
+        beta=beta,
+        g=g,
         actual_seq_lengths=sums.diff(),
-    )  # fmt: skip
+    )
     zero = torch.zeros(n["HV"], n["K"], n["V"])
     for first, last in ((0, 3), (3, 7)):
         part = slice(first, last)
@@ -436,9 +449,12 @@ def test_causal_conv1d_of_sequences():
     out = custom.causal_conv1d_fn(x, weight, bias, by_number, activation="silu")
     close(out, torch.cat(wanted, -1))
     packed, _ = custom.npu_causal_conv1d(
-        x[0].T.contiguous(), weight.t(), bias, query_start_loc=torch.tensor([0, 4, 9]),
+        x[0].T.contiguous(),
+        weight.t(),
+        bias,
+        query_start_loc=torch.tensor([0, 4, 9]),
         activation="silu",
-    )  # fmt: skip
+    )
     close(packed.T[None], torch.cat(wanted, -1))
 
 
@@ -485,9 +501,20 @@ def test_fla_raw_gates_of_a_decode_step():
     before = pool[2].mT.clone()
     q, k, v = (n[name][:1, :1] for name in "qkv")
     out = custom.npu_fused_sigmoid_gating_delta_rule_update(
-        A_log, a.view(1, 1, -1), dt_bias, 1.0, 20.0, q, k, v, b.view(1, 1, -1), pool,
-        torch.tensor([2]), use_qk_l2norm_in_kernel=True, state_layout="vk",
-    )  # fmt: skip
+        A_log,
+        a.view(1, 1, -1),
+        dt_bias,
+        1.0,
+        20.0,
+        q,
+        k,
+        v,
+        b.view(1, 1, -1),
+        pool,
+        torch.tensor([2]),
+        use_qk_l2norm_in_kernel=True,
+        state_layout="vk",
+    )
     g = -A_log.exp() * F.softplus(a + dt_bias)
     wanted, state = delta_rule(q[0], k[0], v[0], g[None], b.sigmoid()[None], before)
     close(out[0], wanted)
@@ -498,10 +525,19 @@ def test_fla_kda_with_a_bounded_gate_and_the_other_layout():
     n = ran("fla")
     bias = n["dt_bias"].view(n["HV"], n["K"])
     out, state = custom.npu_chunk_kda(
-        n["q"], n["k"], n["v"], n["gate"], n["beta"], use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True, A_log=n["A_log"], dt_bias=n["dt_bias"], lower_bound=-5.0,
-        initial_state=n["initial_state"].mT.contiguous(), state_layout="vk",
-    )  # fmt: skip
+        n["q"],
+        n["k"],
+        n["v"],
+        n["gate"],
+        n["beta"],
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        A_log=n["A_log"],
+        dt_bias=n["dt_bias"],
+        lower_bound=-5.0,
+        initial_state=n["initial_state"].mT.contiguous(),
+        state_layout="vk",
+    )
     for b in range(n["B"]):
         g = -5.0 * (n["A_log"].exp()[:, None] * (n["gate"][b] + bias)).sigmoid()
         wanted, final = delta_rule(
@@ -516,9 +552,11 @@ def test_deep_gemm_scales_of_the_query_go_into_the_weights():
     scale = torch.rand(n["B"], n["next_n"], n["H"]) + 0.5
     weights = n["weights"].view(scale.shape)
     rest = dict(
-        layout_key="PA_BSND", sparse_count=16, block_table=n["block_table"],
+        layout_key="PA_BSND",
+        sparse_count=16,
+        block_table=n["block_table"],
         actual_seq_lengths_key=n["context_lens"],
-    )  # fmt: skip
+    )
     call = custom.npu_quant_lightning_indexer
     folded = call(n["q"], n["values"], weights * scale, None, n["scales"], 0, 0, **rest)
     apart = call(n["q"], n["values"], weights, scale, n["scales"], 0, 0, **rest)
@@ -531,11 +569,22 @@ def test_flash_mla_rows_by_positions_and_a_table():
     table = torch.tensor([[1, 2], [1, 2]])  # the rows from slot 64 on
     positions = torch.where(n["indices"] < 0, -1, n["indices"] - 64)
     by_positions = custom.npu_kv_quant_sparse_flash_attention(
-        n["q"], n["rows"], n["rows"], positions[:, :, None], 0.1, 2, 2, attention_mode=2,
-        layout_kv="PA_BSND", block_table=table, actual_seq_lengths_kv=torch.tensor([100, 100]),
-        sparse_mode=0, key_dtype=torch.float8_e4m3fn, value_dtype=torch.float8_e4m3fn,
+        n["q"],
+        n["rows"],
+        n["rows"],
+        positions[:, :, None],
+        0.1,
+        2,
+        2,
+        attention_mode=2,
+        layout_kv="PA_BSND",
+        block_table=table,
+        actual_seq_lengths_kv=torch.tensor([100, 100]),
+        sparse_mode=0,
+        key_dtype=torch.float8_e4m3fn,
+        value_dtype=torch.float8_e4m3fn,
         row_layout="nope_scale_rope",
-    )  # fmt: skip
+    )
     assert torch.equal(by_slots, by_positions)
 
 
@@ -589,9 +638,17 @@ def test_a_row_major_weight_is_read_as_nz_unless_it_is_named():
 
     def query(weights, **options):
         return custom.npu_indexer_prolog_pto(
-            x, query_norm, *weights, torch.ones(32), torch.zeros(32), torch.zeros(1, 1, 16),
-            torch.ones(1, 1, 16), torch.zeros(2, 16, 1, 32), torch.tensor([[3]]), **options,
-        )[0]  # fmt: skip
+            x,
+            query_norm,
+            *weights,
+            torch.ones(32),
+            torch.zeros(32),
+            torch.zeros(1, 1, 16),
+            torch.ones(1, 1, 16),
+            torch.zeros(2, 16, 1, 32),
+            torch.tensor([[3]]),
+            **options,
+        )[0]
 
     weights[0] = torch.randn(32, 16 * 32)
     right = query(weights, weight_format="nd")

@@ -25,9 +25,16 @@ def test_packed_requests(kind, mode, heads, device, backend):
 
 @pytest.mark.parametrize(
     "kind, page, between",
-    [("fp8", 16, 0), ("fp8", 64, 0), ("fp8", 64, 132), ("fp8", 48, 4), ("fp8", 1024, 0),
-     ("int8", 16, 0), ("int8", 128, 0)],
-)  # fmt: skip
+    [
+        ("fp8", 16, 0),
+        ("fp8", 64, 0),
+        ("fp8", 64, 132),
+        ("fp8", 48, 4),
+        ("fp8", 1024, 0),
+        ("int8", 16, 0),
+        ("int8", 128, 0),
+    ],
+)
 def test_pages(kind, page, between, device, backend):
     """What lies behind a request's last key, and between pages, is NaN."""
     scale = torch.float16 if kind == "int8" else None
@@ -45,9 +52,12 @@ def test_dense_requests_and_a_folded_scale(kind, device, backend):
     problem.check(folded, device, backend)
     shape = dict(query=(2, 3, 4, D), key=(2, 40, 1, D), weights=(2, 3, 4))
     dense = {n: folded[n].view(s) for n, s in shape.items()} | dict(
-        query_dequant_scale=None, key_dequant_scale=folded["key_dequant_scale"].view(2, 40, 1),
-        query_quant_mode=0, key_quant_mode=0, sparse_count=8,
-    )  # fmt: skip
+        query_dequant_scale=None,
+        key_dequant_scale=folded["key_dequant_scale"].view(2, 40, 1),
+        query_quant_mode=0,
+        key_quant_mode=0,
+        sparse_count=8,
+    )
     given = {n: moved(x, device) for n, x in dense.items()}
     got = custom.npu_quant_lightning_indexer(**given)
     flat = {n: moved(x, device) for n, x in folded.items()}
@@ -117,11 +127,19 @@ def test_ties_and_zeros_take_the_lower_positions(device):
     k[10:20] = 0
     scale[10:20] = 0
     out = custom.npu_quant_lightning_indexer(
-        q.to(device), k.to(device), torch.ones(1, 1, device=device), None, scale.to(device), 0, 0,
+        q.to(device),
+        k.to(device),
+        torch.ones(1, 1, device=device),
+        None,
+        scale.to(device),
+        0,
+        0,
         actual_seq_lengths_query=torch.tensor([1], device=device),
-        actual_seq_lengths_key=torch.tensor([50], device=device), layout_query="TND",
-        layout_key="TND", sparse_count=42,
-    )  # fmt: skip
+        actual_seq_lengths_key=torch.tensor([50], device=device),
+        layout_query="TND",
+        layout_key="TND",
+        sparse_count=42,
+    )
     assert out[0, 0].tolist() == [*range(12), *range(20, 50)]
 
 
@@ -134,13 +152,15 @@ def test_a_row_does_not_depend_on_its_batch(tokens, heads, device):
     together = custom.npu_quant_lightning_indexer_scores(**given)
     again = custom.npu_quant_lightning_indexer_scores(**given)
     last = slice(tokens, tokens + 1)  # of the second request, alone
-    alone = given | {
-        n: given[n][last] for n in ("query", "weights", "query_dequant_scale")
-    } | dict(
-        actual_seq_lengths_query=given["actual_seq_lengths_query"].new_tensor([1]),
-        actual_seq_lengths_key=given["actual_seq_lengths_key"][1:2].contiguous(),
-        block_table=given["block_table"][1:2],
-    )  # fmt: skip
+    alone = (
+        given
+        | {n: given[n][last] for n in ("query", "weights", "query_dequant_scale")}
+        | dict(
+            actual_seq_lengths_query=given["actual_seq_lengths_query"].new_tensor([1]),
+            actual_seq_lengths_key=given["actual_seq_lengths_key"][1:2].contiguous(),
+            block_table=given["block_table"][1:2],
+        )
+    )
     one = custom.npu_quant_lightning_indexer_scores(**alone)
     for x, y, z in zip(together, again, one, strict=True):
         assert torch.equal(x, y) and torch.equal(x[last], z)

@@ -128,10 +128,15 @@ def test_latent_rows(row_layout, kind, scale_format, page, between, device, back
     cache = moved(pages_of(2, page, 656, between), device)
     before = log.calls["npu_latent_cache_write", backend]
     custom.npu_latent_cache_write(
-        ckv.to(device), rope.to(device), cache[:, :, None], slots.to(device), kind=kind,
-        row_layout=row_layout, scale_format=scale_format,
+        ckv.to(device),
+        rope.to(device),
+        cache[:, :, None],
+        slots.to(device),
+        kind=kind,
+        row_layout=row_layout,
+        scale_format=scale_format,
         k_nope_clip_alpha=None if alpha is None else torch.tensor([alpha], device=device),
-    )  # fmt: skip
+    )
     assert log.calls["npu_latent_cache_write", backend] == before + 1
     for got, want in zip(cache.cpu(), wanted, strict=True):
         assert got.contiguous().numpy().tobytes() == bytes(want)
@@ -400,15 +405,22 @@ def test_pages_in_the_same_memory():
         )
     with pytest.raises(ValueError, match=r"`scales` has strides .* in which pages overlap"):
         custom.npu_index_cache_write(
-            torch.zeros(1, 128), values.repeat(3, 1, 1, 1), scales[:1].expand(3, -1, -1), slots,
+            torch.zeros(1, 128),
+            values.repeat(3, 1, 1, 1),
+            scales[:1].expand(3, -1, -1),
+            slots,
             kind="int8",
-        )  # fmt: skip
+        )
     rows = torch.zeros(1, 16, 1, 656, dtype=torch.uint8).expand(3, -1, -1, -1)
     with pytest.raises(ValueError, match=r"`rows` has strides .* in which pages overlap"):
         custom.npu_latent_cache_write(
-            torch.zeros(1, 512), torch.zeros(1, 64, dtype=torch.bfloat16), rows, slots,
-            kind="fp8", row_layout="nope_scale_rope",
-        )  # fmt: skip
+            torch.zeros(1, 512),
+            torch.zeros(1, 64, dtype=torch.bfloat16),
+            rows,
+            slots,
+            kind="fp8",
+            row_layout="nope_scale_rope",
+        )
 
 
 def test_no_tensor_to_transform():
@@ -433,9 +445,13 @@ def test_a_row_with_a_nan_is_one(kind, scale_format, device):
     cache = torch.zeros(1, 16, 1, 128, device=device).to(values.dtype)
     scales = torch.zeros(1, 16, 1, device=device, dtype=torch.float16 if kind == "int8" else None)
     custom.npu_index_cache_write(
-        q[:, 2].contiguous(), cache, scales, torch.arange(3, device=device), kind=kind,
+        q[:, 2].contiguous(),
+        cache,
+        scales,
+        torch.arange(3, device=device),
+        kind=kind,
         **({} if kind == "int8" else dict(scale_format=scale_format)),
-    )  # fmt: skip
+    )
     row = (cache.float() * scales[..., None]).isnan().any(-1).flatten()
     assert row.tolist() == [False, True] + [False] * 14
 
@@ -444,9 +460,12 @@ def test_debug_finds_a_slot_written_twice(monkeypatch):
     monkeypatch.setattr(custom.config, "debug", True)
     with pytest.raises(ValueError, match="`slots` names a slot twice"):
         custom.npu_index_cache_write(
-            torch.zeros(2, 128), torch.zeros(1, 16, 1, 128, dtype=torch.int8),
-            torch.zeros(1, 16, 1), torch.tensor([3, 3]), kind="int8",
-        )  # fmt: skip
+            torch.zeros(2, 128),
+            torch.zeros(1, 16, 1, 128, dtype=torch.int8),
+            torch.zeros(1, 16, 1),
+            torch.tensor([3, 3]),
+            kind="int8",
+        )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")

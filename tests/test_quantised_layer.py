@@ -25,19 +25,27 @@ def by_stages(call: Call, caches: Caches, mode: int, index_mode: int, smooth, ha
         modes["kv_cache_dtype"] = torch.float8_e4m3fn
     query, query_rope, query_norm = getattr(custom, MLA)(
         **call.mla(
-            kv_cache=caches.latents[0], kr_cache=caches.latents[1], smooth_scales_cq=smooth,
-            weight_quant_mode=mode, row_layout="nope_scale_rope", **modes,
+            kv_cache=caches.latents[0],
+            kr_cache=caches.latents[1],
+            smooth_scales_cq=smooth,
+            weight_quant_mode=mode,
+            row_layout="nope_scale_rope",
+            **modes,
         )
-    )  # fmt: skip
+    )
     keys, scales = caches.values()
     index = caches.index != "none"
     query_index, weights = getattr(custom, INDEXER)(
         **call.indexer(
-            query_norm=query_norm, index_k_cache=keys, index_k_scale_cache=scales,
-            weight_quant_mode=index_mode, kv_cache_quant_mode=3 if index else 0,
-            index_hadamard=hadamard, smooth_scales_cq=smooth if index_mode in (1, 2) else None,
+            query_norm=query_norm,
+            index_k_cache=keys,
+            index_k_scale_cache=scales,
+            weight_quant_mode=index_mode,
+            kv_cache_quant_mode=3 if index else 0,
+            index_hadamard=hadamard,
+            smooth_scales_cq=smooth if index_mode in (1, 2) else None,
         )
-    )  # fmt: skip
+    )
     paged = dict(block_table=torch.tensor(TABLE, dtype=torch.int32, device=device))
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
     of_keys = dict(actual_seq_lengths_key=lengths, layout_key="PA_BSND", sparse_count=K) | paged
@@ -58,9 +66,19 @@ def by_stages(call: Call, caches: Caches, mode: int, index_mode: int, smooth, ha
     kind = modes.get("kv_cache_dtype")
     cache = caches.latents[0]
     out = custom.npu_kv_quant_sparse_flash_attention(
-        torch.cat([query, query_rope], -1), cache, cache, indices, scale, 2, 2, attention_mode=2,
-        row_layout="nope_scale_rope", key_dtype=kind, value_dtype=kind, **of_rows,
-    )  # fmt: skip
+        torch.cat([query, query_rope], -1),
+        cache,
+        cache,
+        indices,
+        scale,
+        2,
+        2,
+        attention_mode=2,
+        row_layout="nope_scale_rope",
+        key_dtype=kind,
+        value_dtype=kind,
+        **of_rows,
+    )
     return out, indices
 
 

@@ -261,13 +261,21 @@ def test_rows_have_the_writer_s_bytes(device, backend, mode, kind, scale_format,
     where = torch.arange(4 * P, dtype=torch.int32, device=device)
     slots = torch.where(torch.isin(where, call.slots.flatten().to(device)), where, -1)
     custom.npu_latent_cache_write(
-        plain["kv_cache"].flatten(0, 2), plain["kr_cache"].flatten(0, 2), want, slots, kind=kind,
-        row_layout=row_layout, scale_format=scale_format, k_nope_clip_alpha=alpha,
-    )  # fmt: skip
-    given = call.mla(
-        **call.rows(kind, uint8=mode == 4), row_layout=row_layout, scale_format=scale_format,
+        plain["kv_cache"].flatten(0, 2),
+        plain["kr_cache"].flatten(0, 2),
+        want,
+        slots,
+        kind=kind,
+        row_layout=row_layout,
+        scale_format=scale_format,
         k_nope_clip_alpha=alpha,
-    )  # fmt: skip
+    )
+    given = call.mla(
+        **call.rows(kind, uint8=mode == 4),
+        row_layout=row_layout,
+        scale_format=scale_format,
+        k_nope_clip_alpha=alpha,
+    )
     outs = run(MLA, backend, **given)
     for got, out in zip(outs, want_outs, strict=True):
         assert torch.equal(got, out)
@@ -542,15 +550,26 @@ def test_the_int8_prolog_as_its_sample_has_it(device, backend, matrices, of_scal
     cache = torch.zeros(4, P, 1, 128, dtype=torch.int8, device=device)
     scales = torch.zeros(4, P, 1, 1, dtype=torch.float16, device=device)
     query, query_scale, weights = run(
-        W8A8C8, backend, token_x=given["token_x"].flatten(0, 1), q_norm=values.to(device),
-        q_norm_scale=scale.view(of_scales).to(device), wq_b=given["weight_qb"],
-        wq_b_scale=given["dequant_scale_w_qb"].view(-1, 1), wk=given["weight_k"],
-        weights_proj=given["weight_proj"], ln_gamma_k=given["ln_gamma_k"],
-        ln_beta_k=given["ln_beta_k"], cos_idx_rope=given["rope_cos"].flatten(0, 1),
-        sin_idx_rope=given["rope_sin"].flatten(0, 1), hadamard_q=matrix, hadamard_k=matrix,
-        idx_k_cache=cache, idx_k_scale_cache=scales,
-        idx_k_cache_index=given["cache_index"].flatten(), layernorm_epsilon_k=1e-6,
-    )  # fmt: skip
+        W8A8C8,
+        backend,
+        token_x=given["token_x"].flatten(0, 1),
+        q_norm=values.to(device),
+        q_norm_scale=scale.view(of_scales).to(device),
+        wq_b=given["weight_qb"],
+        wq_b_scale=given["dequant_scale_w_qb"].view(-1, 1),
+        wk=given["weight_k"],
+        weights_proj=given["weight_proj"],
+        ln_gamma_k=given["ln_gamma_k"],
+        ln_beta_k=given["ln_beta_k"],
+        cos_idx_rope=given["rope_cos"].flatten(0, 1),
+        sin_idx_rope=given["rope_sin"].flatten(0, 1),
+        hadamard_q=matrix,
+        hadamard_k=matrix,
+        idx_k_cache=cache,
+        idx_k_scale_cache=scales,
+        idx_k_cache_index=given["cache_index"].flatten(),
+        layernorm_epsilon_k=1e-6,
+    )
     plain_q, plain_weights = run(INDEXER, backend, **given | dict(rope_interleaved=True))
     plain_k = call.at(given["index_k_cache"])
 

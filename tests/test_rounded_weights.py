@@ -48,9 +48,15 @@ def exact_sparse(q, q_rope, key, key_rope, index, scale):
 def arguments(q, q_rope, key, key_rope, index):
     """One request, whose query tokens they all are."""
     return dict(
-        query=q.transpose(0, 1), query_rope=q_rope.transpose(0, 1), key=key, key_rope=key_rope,
-        sparse_indices=index[None, :, None], scale_value=0.13523, sparse_mode=0, attention_mode=2,
-    )  # fmt: skip
+        query=q.transpose(0, 1),
+        query_rope=q_rope.transpose(0, 1),
+        key=key,
+        key_rope=key_rope,
+        sparse_indices=index[None, :, None],
+        scale_value=0.13523,
+        sparse_mode=0,
+        attention_mode=2,
+    )
 
 
 @pytest.mark.parametrize("rows, heads", [(1, 128), (12, 128), (24, 16)])

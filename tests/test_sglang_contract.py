@@ -166,12 +166,22 @@ MODES = {
 def an_engine(monkeypatch, **changed):
     """A runner of SGLang and what it publishes: all that we ask of them."""
     usual = dict(
-        tp_size=1, pp_size=1, dcp_size=1, attn_cp_size=1, enable_dsa_cache_layer_split=False,
-        speculative_algorithm=None, enable_two_batch_overlap=False, enable_hisparse=False,
-        disaggregation_mode="null", dsa_prefill_backend="flashmla_auto",
-        dsa_decode_backend="flashmla_kv", device="cuda", page_size=64, dtype=torch.bfloat16,
+        tp_size=1,
+        pp_size=1,
+        dcp_size=1,
+        attn_cp_size=1,
+        enable_dsa_cache_layer_split=False,
+        speculative_algorithm=None,
+        enable_two_batch_overlap=False,
+        enable_hisparse=False,
+        disaggregation_mode="null",
+        dsa_prefill_backend="flashmla_auto",
+        dsa_decode_backend="flashmla_kv",
+        device="cuda",
+        page_size=64,
+        dtype=torch.bfloat16,
         dsa_kv_cache_store_fp8=False,
-    )  # fmt: skip
+    )
     bag = SimpleNamespace(**usual | changed)
     bag.kernel = bag.overlap = bag.token_to_kv_pool = bag
     bag.model_config = SimpleNamespace(hf_config=bag)
@@ -390,9 +400,18 @@ def test_a_decode_step_is_the_rule_on_the_pool(rule):
     pool = torch.randn(SLOTS, VALUE_HEADS, VALUE, KEY, generator=random)
     slots, before = torch.tensor([4, 1, 0], dtype=torch.int32), pool.clone()
     out = rule.packed_decode(
-        mixed, a, b, A_log=a_log, dt_bias=bias, scale=KEY**-0.5, ssm_states=pool,
-        cache_indices=slots, num_v_heads=VALUE_HEADS, head_v_dim=VALUE, replayssm_d=None,
-    )  # fmt: skip
+        mixed,
+        a,
+        b,
+        A_log=a_log,
+        dt_bias=bias,
+        scale=KEY**-0.5,
+        ssm_states=pool,
+        cache_indices=slots,
+        num_v_heads=VALUE_HEADS,
+        head_v_dim=VALUE,
+        replayssm_d=None,
+    )
     assert out.shape == (1, 3, VALUE_HEADS, VALUE)
     g, beta = gates(a, b, a_log, bias)
     for i, slot in enumerate(slots.tolist()):
@@ -432,10 +451,19 @@ def test_a_prefill_leaves_its_states_and_those_that_are_kept(rule, inplace, padd
     starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     snapshot = torch.full((4, VALUE_HEADS, VALUE, KEY), float("nan"))
     out, final, chunks = rule.extend(
-        q, k, v, g, beta, ssm_states=pool, cache_indices=slots, query_start_loc=starts,
-        inplace_update=inplace, track_state=snapshot,
-        track_chunk_idx=torch.tensor(kept, dtype=torch.int32), layer_id=0,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        g,
+        beta,
+        ssm_states=pool,
+        cache_indices=slots,
+        query_start_loc=starts,
+        inplace_update=inplace,
+        track_state=snapshot,
+        track_chunk_idx=torch.tensor(kept, dtype=torch.int32),
+        layer_id=0,
+    )
     assert out.shape == v.shape and chunks is None
     for i, slot in enumerate(slots.tolist()):
         mine = slice(int(starts[i]), int(starts[i + 1]))

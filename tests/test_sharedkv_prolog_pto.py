@@ -152,9 +152,12 @@ class Drawn:
             return out
 
         shapes = dict(
-            query=(self.N, self.D), query_norm=(self.Rq,), query_index=(self.Ni, self.Di),
-            weights=(self.Ni,), rows=(self.D,),
-        )  # fmt: skip
+            query=(self.N, self.D),
+            query_norm=(self.Rq,),
+            query_index=(self.Ni, self.Di),
+            weights=(self.Ni,),
+            rows=(self.D,),
+        )
         out = {name: torch.zeros(self.B, self.S, *s).double() for name, s in shapes.items()}
         for i in range(self.B):
             for j in range(self.S):
@@ -173,8 +176,10 @@ class Drawn:
                 for n, head in enumerate(rnd(times(c, "w_idx_qb")).view(self.Ni, self.Di)):
                     turned = rnd(rope(head, i, j))
                     if self.hadamard:
-                        signs = [[1 - 2 * ((a & b).bit_count() % 2) for b in range(self.Di)]
-                                 for a in range(self.Di)]  # fmt: skip
+                        signs = [
+                            [1 - 2 * ((a & b).bit_count() % 2) for b in range(self.Di)]
+                            for a in range(self.Di)
+                        ]
                         turned = rnd(torch.tensor(signs).double() @ turned * self.Di**-0.5)
                     out["query_index"][i, j, n] = turned
         return out
@@ -195,10 +200,13 @@ def check(drawn: Drawn, device: Any, backend: str, form: Any = None, cache: Any 
     before = cache.clone()
     calls = log.calls[OP, backend]
     given = drawn.arguments(device, form)
-    got = dict(zip(
-        ("query", "query_norm", "query_index", "weights"),
-        getattr(custom, OP)(**given, ori_kv=cache), strict=True,
-    ))  # fmt: skip
+    got = dict(
+        zip(
+            ("query", "query_norm", "query_index", "weights"),
+            getattr(custom, OP)(**given, ori_kv=cache),
+            strict=True,
+        )
+    )
     assert log.calls[OP, backend] == calls + 1
     if drawn.given["w_idx_qb"] is None:
         assert got.pop("query_index").shape == got.pop("weights").shape == (0,)
@@ -245,22 +253,32 @@ def test_equals_transformers_in_float64(kind):
     cos, sin = (pairs(u) for u in layer.angles(positions)["compress" if kind else "main"])
     indexer = a.compressor.indexer if kind else None
     weights = dict(
-        w_dq=a.q_a_proj.weight.T, w_uq=a.q_b_proj.weight.T, w_kv=a.kv_proj.weight.T,
-        gamma_cq=a.q_a_norm.weight, gamma_kv=a.kv_norm.weight,
+        w_dq=a.q_a_proj.weight.T,
+        w_uq=a.q_b_proj.weight.T,
+        w_kv=a.kv_proj.weight.T,
+        gamma_cq=a.q_a_norm.weight,
+        gamma_kv=a.kv_norm.weight,
         w_idx_qb=indexer and indexer.q_b_proj.weight.T,
         w_idx_proj=indexer and indexer.scorer.weights_proj.weight.T,
-    )  # fmt: skip
+    )
     weights = {name: w if w is None else w.detach().contiguous() for name, w in weights.items()}
     cache = torch.full((6, PAGE, 1, size.head_dim), torch.nan, dtype=F64)
     table = torch.tensor([[4, 1], [0, 5]])
     found = []
     for first, end in ((0, 1), (1, 15), (15, 21)):
         part = slice(first, end)
-        found.append(getattr(custom, OP)(
-            x[:, part].contiguous(), **weights, rope_sin=sin[:, part].contiguous(),
-            rope_cos=cos[:, part].contiguous(), ori_kv=cache, ori_block_table=table,
-            act_seqs=torch.tensor([end, end]), weight_format="nd",
-        ))  # fmt: skip
+        found.append(
+            getattr(custom, OP)(
+                x[:, part].contiguous(),
+                **weights,
+                rope_sin=sin[:, part].contiguous(),
+                rope_cos=cos[:, part].contiguous(),
+                ori_kv=cache,
+                ori_block_table=table,
+                act_seqs=torch.tensor([end, end]),
+                weight_format="nd",
+            )
+        )
     query, _, index, of_heads = (
         torch.cat(each, 1) if each[0].numel() else None for each in zip(*found, strict=True)
     )

@@ -356,12 +356,18 @@ def test_sizes_that_fit_no_gpu_are_refused_before_a_cache_is_written(op, monkeyp
 
     x = torch.empty(2, 1, 64, dtype=torch.bfloat16)
     given = dict(
-        x=x, w_uk=x.new_empty(16, 32, 512), w_idx_qb=x.new_empty(64, 4 * 32),
-        gamma_cq=x.new_empty(64), sin=x.new_empty(2, 1, 64), in_gamma_k=x.new_empty(32),
-        kv_cache=x.new_empty(4, 16, 1, 512), index_k_cache=x.new_empty(4, 16, 1, 32),
-        block_table=torch.zeros(2, 2, dtype=torch.int32), sparse_count=16,
+        x=x,
+        w_uk=x.new_empty(16, 32, 512),
+        w_idx_qb=x.new_empty(64, 4 * 32),
+        gamma_cq=x.new_empty(64),
+        sin=x.new_empty(2, 1, 64),
+        in_gamma_k=x.new_empty(32),
+        kv_cache=x.new_empty(4, 16, 1, 512),
+        index_k_cache=x.new_empty(4, 16, 1, 32),
+        block_table=torch.zeros(2, 2, dtype=torch.int32),
+        sparse_count=16,
         sparse_indices=torch.zeros(2, 1, 1, 16, dtype=torch.int32),
-    )  # fmt: skip
+    )
     name = f"npu_sparse_{op}_pto"
     arguments = bind(overload(BY_NAME[name])._schema, (), sample(name, CPU, torch.bfloat16))
     arguments |= {name: value for name, value in given.items() if name in arguments}

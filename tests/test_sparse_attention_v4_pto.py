@@ -60,9 +60,17 @@ class Engine:
     """Requests in caches full of NaN, and what an engine keeps about them."""
 
     def __init__(
-        self, kind: str, requests: int, *, rewound: int = 1, fewer: int = 0, reach: int = 128,
-        ratio: int | None = None, window: int = 8, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        requests: int,
+        *,
+        rewound: int = 1,
+        fewer: int = 0,
+        reach: int = 128,
+        ratio: int | None = None,
+        window: int = 8,
+        **options: Any,
+    ) -> None:
         """`rewound`: the most tokens of a call that may be taken back; a ring has exactly the rows
         that this takes, less `fewer`."""
         self.kind, self.layer = kind, layer(kind, ratio, window)
@@ -70,10 +78,16 @@ class Engine:
         self.m = c.compress_rates.get({"CSA": CSA, "HCA": HCA}.get(kind), 0)
         # with entries of one token a page is as large as one of rows
         self.entry_page = 2 if self.m > 1 else PAGE
-        self.options = dict(
-            ori_win_left=c.sliding_window - 1, sparse_count=c.index_topk, cmp_ratio=self.m,
-            rms_norm_eps=c.rms_norm_eps, weight_format="nd",
-        ) | options  # fmt: skip
+        self.options = (
+            dict(
+                ori_win_left=c.sliding_window - 1,
+                sparse_count=c.index_topk,
+                cmp_ratio=self.m,
+                rms_norm_eps=c.rms_norm_eps,
+                weight_format="nd",
+            )
+            | options
+        )
         self.weights = self.layer.weights()
         self.length = [0] * requests
 
@@ -351,38 +365,73 @@ def by_hand(g: dict[str, Any]) -> Tensor:
         return dict(weight_quant_mode=mode, **{name: a[name] for name in scales})
 
     query, _, index, weights = custom.npu_sharedkv_prolog_pto(
-        a["x"], a["w_dq"], a["w_uq"], a["w_kv"], a["gamma_cq"], a["gamma_kv"], a["sin"], a["cos"],
-        a["ori_kv"], a["ori_block_table"], **lengths, w_idx_qb=a["w_idx_qb"],
-        w_idx_proj=a["w_idx_proj"], weight_format="nd", kv_kind=kv_kind,
+        a["x"],
+        a["w_dq"],
+        a["w_uq"],
+        a["w_kv"],
+        a["gamma_cq"],
+        a["gamma_kv"],
+        a["sin"],
+        a["cos"],
+        a["ori_kv"],
+        a["ori_block_table"],
+        **lengths,
+        w_idx_qb=a["w_idx_qb"],
+        w_idx_proj=a["w_idx_proj"],
+        weight_format="nd",
+        kv_kind=kv_kind,
         index_hadamard=hadamard and index_kind == "none",
         **of_weights("w_dq", "w_uq", "w_kv", "w_idx_qb"),
-    )  # fmt: skip
+    )
     start = a["act_seqs"] - (a["x"].shape[1] if a["seqused"] is None else a["seqused"])
     chosen = None
 
     def compress(name: str, norm: str, ape: str, state: str, cached: str, **options: Any) -> None:
         size = a[norm].shape[0]
         custom.npu_compressor(
-            a["x"], a[f"w_{name}_kv"], a[f"w_{name}_gate"], a[state], a[ape], a[norm],
-            a["cmp_sin"], a["cmp_cos"], a["sin"].shape[-1], a["cmp_ratio"],
-            state_block_table=a["state_block_table"], seqused=a["seqused"], start_pos=start,
-            coff=a[f"w_{name}_kv"].shape[0] // size, rotary_mode=2, cache_mode=a["state_mode"],
-            cmp_cache=a[cached], cmp_block_table=a["cmp_block_table"], return_cmp_kv=False,
+            a["x"],
+            a[f"w_{name}_kv"],
+            a[f"w_{name}_gate"],
+            a[state],
+            a[ape],
+            a[norm],
+            a["cmp_sin"],
+            a["cmp_cos"],
+            a["sin"].shape[-1],
+            a["cmp_ratio"],
+            state_block_table=a["state_block_table"],
+            seqused=a["seqused"],
+            start_pos=start,
+            coff=a[f"w_{name}_kv"].shape[0] // size,
+            rotary_mode=2,
+            cache_mode=a["state_mode"],
+            cmp_cache=a[cached],
+            cmp_block_table=a["cmp_block_table"],
+            return_cmp_kv=False,
             **options,
-        )  # fmt: skip
+        )
 
     if a["cmp_kv"] is not None:
         compress("cmp", "gamma_cmp", "cmp_ape", "cmp_state", "cmp_kv", kind=kv_kind)
     if a["idx_k"] is not None:
         compress(
-            "idx", "gamma_idx", "idx_ape", "idx_state", "idx_k", kind=index_kind,
-            hadamard=hadamard, cmp_scale_cache=a["idx_k_scale"],
-        )  # fmt: skip
+            "idx",
+            "gamma_idx",
+            "idx_ape",
+            "idx_state",
+            "idx_k",
+            kind=index_kind,
+            hadamard=hadamard,
+            cmp_scale_cache=a["idx_k_scale"],
+        )
         options = dict(
-            actual_seq_lengths_query=a["seqused"], actual_seq_lengths_key=a["act_seqs"],
-            block_table=a["cmp_block_table"], layout_key="PA_BSND",
-            sparse_count=a["sparse_count"], cmp_ratio=a["cmp_ratio"],
-        )  # fmt: skip
+            actual_seq_lengths_query=a["seqused"],
+            actual_seq_lengths_key=a["act_seqs"],
+            block_table=a["cmp_block_table"],
+            layout_key="PA_BSND",
+            sparse_count=a["sparse_count"],
+            cmp_ratio=a["cmp_ratio"],
+        )
         if index_kind == "none":
             chosen, _ = custom.npu_lightning_indexer(index, a["idx_k"], weights, **options)
         else:
@@ -399,18 +448,30 @@ def by_hand(g: dict[str, Any]) -> Tensor:
     if kv_kind == "fp8":
         attend = partial(custom.npu_kv_quant_sparse_attn_sharedkv, kv_quant_mode=1)
     out, _ = attend(
-        q=query, ori_kv=a["ori_kv"], cmp_kv=a["cmp_kv"], cmp_sparse_indices=chosen,
-        ori_block_table=a["ori_block_table"], cmp_block_table=a["cmp_block_table"],
-        seqused_q=a["seqused"], seqused_kv=a["act_seqs"], sinks=a["sinks"],
-        softmax_scale=a["softmax_scale"], cmp_ratio=a["cmp_ratio"] or 0,
+        q=query,
+        ori_kv=a["ori_kv"],
+        cmp_kv=a["cmp_kv"],
+        cmp_sparse_indices=chosen,
+        ori_block_table=a["ori_block_table"],
+        cmp_block_table=a["cmp_block_table"],
+        seqused_q=a["seqused"],
+        seqused_kv=a["act_seqs"],
+        sinks=a["sinks"],
+        softmax_scale=a["softmax_scale"],
+        cmp_ratio=a["cmp_ratio"] or 0,
         ori_win_left=a["ori_win_left"],
-    )  # fmt: skip
+    )
     if a["w_o_a"] is None:
         return out
     return custom.npu_grouped_o_proj_pto(
-        out, a["w_o_a"], a["w_o_b"], a["sin"], a["cos"], weight_format="nd",
+        out,
+        a["w_o_a"],
+        a["w_o_b"],
+        a["sin"],
+        a["cos"],
+        weight_format="nd",
         **of_weights("w_o_a", "w_o_b"),
-    )  # fmt: skip
+    )
 
 
 CACHES = ("ori_kv", "cmp_state", "cmp_kv", "idx_state", "idx_k", "idx_k_scale")
@@ -466,9 +527,11 @@ def test_is_near_the_exact_result(kind, device, backend, monkeypatch):
     given = {
         n: x.to(device, torch.float16 if n not in WIDE else torch.float32)
         if isinstance(x, Tensor) and x.is_floating_point()
-        else x.to(device) if isinstance(x, Tensor) else x
+        else x.to(device)
+        if isinstance(x, Tensor)
+        else x
         for n, x in wide.items()
-    }  # fmt: skip
+    }
     many = dict(sparse_count=48)
     got = getattr(custom, OP)(**copy.deepcopy(given | many))
     monkeypatch.setattr(custom.config, "backend", "reference")
@@ -536,17 +599,39 @@ def test_equal_scores_choose_the_first_entries(device, backend):
     theirs = copy.deepcopy(given)
     by_hand(theirs)
     query = custom.npu_sharedkv_prolog_pto(
-        *(theirs[n] for n in ("x", "w_dq", "w_uq", "w_kv", "gamma_cq", "gamma_kv", "sin", "cos",
-                              "ori_kv", "ori_block_table", "act_seqs")),
-        seqused=theirs["seqused"], weight_format="nd",
-    )[0]  # fmt: skip
+        *(
+            theirs[n]
+            for n in (
+                "x",
+                "w_dq",
+                "w_uq",
+                "w_kv",
+                "gamma_cq",
+                "gamma_kv",
+                "sin",
+                "cos",
+                "ori_kv",
+                "ori_block_table",
+                "act_seqs",
+            )
+        ),
+        seqused=theirs["seqused"],
+        weight_format="nd",
+    )[0]
     indices = torch.arange(2, dtype=torch.int32, device=device).expand(2, 6, 1, 2)
     out, _ = custom.npu_sparse_attn_sharedkv(
-        query, ori_kv=theirs["ori_kv"], cmp_kv=theirs["cmp_kv"], cmp_ratio=4, ori_win_left=7,
-        cmp_sparse_indices=indices, ori_block_table=theirs["ori_block_table"],
-        cmp_block_table=theirs["cmp_block_table"], seqused_q=theirs["seqused"],
-        seqused_kv=theirs["act_seqs"], sinks=theirs["sinks"],
-    )  # fmt: skip
+        query,
+        ori_kv=theirs["ori_kv"],
+        cmp_kv=theirs["cmp_kv"],
+        cmp_ratio=4,
+        ori_win_left=7,
+        cmp_sparse_indices=indices,
+        ori_block_table=theirs["ori_block_table"],
+        cmp_block_table=theirs["cmp_block_table"],
+        seqused_q=theirs["seqused"],
+        seqused_kv=theirs["act_seqs"],
+        sinks=theirs["sinks"],
+    )
     want = custom.npu_grouped_o_proj_pto(
         out, given["w_o_a"], given["w_o_b"], given["sin"], given["cos"], weight_format="nd"
     )
@@ -736,7 +821,7 @@ def test_refused_before_anything_is_written(kind, change, message, monkeypatch):
         ("w_o_b", lambda x: x[:, 1:].contiguous(), "has shape"),
         ("w_o_a", lambda x: x[:1].expand(3, -1, -1).contiguous(), "has 3 groups, expected"),
     ],
-)  # fmt: skip
+)
 def test_tensors_that_do_not_fit(name, change, message):
     given = drawn("CSA", "cpu")
     before = {n: given[n].clone() for n in CACHES if n in given}

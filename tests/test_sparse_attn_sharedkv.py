@@ -83,12 +83,19 @@ def test_a_loop_over_numbers(device, backend):
     cache, table = in_pages([rows.to(dtype)], 16)
     compressed, entry_table = in_pages([entries.to(dtype)], 1)
     out, lse = run(
-        OP, backend, q=q.to(device, dtype)[None, None], ori_kv=cache.to(device),
-        cmp_kv=compressed.to(device), ori_block_table=table.to(device),
-        cmp_block_table=entry_table.to(device), seqused_kv=ints([6], device), cmp_ratio=3,
-        ori_win_left=3, sinks=torch.tensor(sinks).to(device, lse_dtype(dtype)),
+        OP,
+        backend,
+        q=q.to(device, dtype)[None, None],
+        ori_kv=cache.to(device),
+        cmp_kv=compressed.to(device),
+        ori_block_table=table.to(device),
+        cmp_block_table=entry_table.to(device),
+        seqused_kv=ints([6], device),
+        cmp_ratio=3,
+        ori_win_left=3,
+        sinks=torch.tensor(sinks).to(device, lse_dtype(dtype)),
         return_softmax_lse=True,
-    )  # fmt: skip
+    )
     near = dict(rtol=1e-12, atol=1e-12) if dtype is torch.float64 else dict(rtol=0, atol=2e-3)
     torch.testing.assert_close(
         out[0, 0].double().cpu(), torch.tensor(want, dtype=torch.float64), **near
@@ -123,25 +130,45 @@ def hugging_face():
         HCA="heavily_compressed_attention",
     )
     config = DeepseekV4Config(
-        vocab_size=32, hidden_size=40, num_hidden_layers=3, num_attention_heads=4, head_dim=32,
-        q_lora_rank=24, partial_rotary_factor=0.25, layer_types=[*kinds.values()],
-        sliding_window=8, o_groups=2, o_lora_rank=12,
-        compress_rates={kinds["CSA"]: 4, kinds["HCA"]: 8}, index_n_heads=16, index_head_dim=16,
-        index_topk=5, hc_mult=4, moe_intermediate_size=16, n_routed_experts=4,
-        num_experts_per_tok=2, max_position_embeddings=512,
+        vocab_size=32,
+        hidden_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        head_dim=32,
+        q_lora_rank=24,
+        partial_rotary_factor=0.25,
+        layer_types=[*kinds.values()],
+        sliding_window=8,
+        o_groups=2,
+        o_lora_rank=12,
+        compress_rates={kinds["CSA"]: 4, kinds["HCA"]: 8},
+        index_n_heads=16,
+        index_head_dim=16,
+        index_topk=5,
+        hc_mult=4,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
         rope_parameters={
-            "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 32,
-            "beta_fast": 32, "beta_slow": 1,
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32,
+            "beta_slow": 1,
         },
-    )  # fmt: skip
+    )
     config._attn_implementation = "eager"
     rotary = modeling.DeepseekV4RotaryEmbedding(config).double()
     x = torch.randn(1, 61, 40, dtype=torch.float64)
     positions = torch.arange(61)[None]
     mask = modeling.create_sliding_window_causal_mask(
-        config=config, inputs_embeds=x, attention_mask=None, past_key_values=None,
+        config=config,
+        inputs_embeds=x,
+        attention_mask=None,
+        past_key_values=None,
         position_ids=positions,
-    )  # fmt: skip
+    )
     angles = {k: rotary(x, positions, layer_type=k) for k in ("main", "compress")}
     plain, found = modeling.eager_attention_forward, {}
     for number, kind in enumerate(kinds):
@@ -214,9 +241,13 @@ def test_gradients_of_hugging_face(kind, hugging_face, device, backend):
     if kind == "CSA":
         options["cmp_sparse_indices"] = chosen[None, :, None].int()
     out, _ = custom.npu_sparse_attn_sharedkv(
-        ours[None], ori_kv=keys[None, :61, None], sinks=sinks, ori_win_left=7, layout_kv="BSND",
+        ours[None],
+        ori_kv=keys[None, :61, None],
+        sinks=sinks,
+        ori_win_left=7,
+        layout_kv="BSND",
         **options,
-    )  # fmt: skip
+    )
     out.backward(grad)
     for x, y in zip((ours.grad, keys.grad, sinks.grad), want, strict=True):
         assert (x - y).abs().max() < 1e-12
@@ -237,18 +268,27 @@ def test_two_selections_and_a_merge(count, device, backend):
 
     def part(cache: Tensor, picked: Tensor, limit: Tensor, table: Tensor):
         got, top, total = torch.ops.custom.npu_sparse_flash_attention(
-            given["q"][:9, None], cache, None, picked, 64**-0.5, layout_kv="PA_BSND",
-            block_table=table.repeat_interleave(3, 0), sparse_mode=0, return_softmax_lse=True,
+            given["q"][:9, None],
+            cache,
+            None,
+            picked,
+            64**-0.5,
+            layout_kv="PA_BSND",
+            block_table=table.repeat_interleave(3, 0),
+            sparse_mode=0,
+            return_softmax_lse=True,
             actual_seq_lengths_kv=limit.to(device, torch.int32),
-        )  # fmt: skip
+        )
         return got[:, 0], (top + total.log())[:, 0, 0]
 
     near = (p[:, None] - 7 + torch.arange(8)).clamp(min=-1).int()
     a = part(given["ori_kv"], near[:, None, None].to(device), p + 1, given["ori_block_table"])
     b = part(
-        given["cmp_kv"], given["cmp_sparse_indices"][:9, None], (p + 1) // 4,
+        given["cmp_kv"],
+        given["cmp_sparse_indices"][:9, None],
+        (p + 1) // 4,
         given["cmp_block_table"],
-    )  # fmt: skip
+    )
     merged, both = custom.npu_merge_states(torch.stack([a[0], b[0]]), torch.stack([a[1], b[1]]))
     merged = merged.to(both) * torch.sigmoid(both - given["sinks"])[..., None]
     # three outputs were rounded on the way
@@ -611,9 +651,14 @@ def test_slots_of_requests_with_padding(device, backend):
     )
     assert (out[1] == 0).all() and (out[0, 2] == 0).all() and (lse[1] == -torch.inf).all()
     out, _ = run(
-        OP, backend, q=q.flatten(0, 1), ori_sparse_indices=slots.flatten(0, 1), layout_q="TND",
-        cu_seqlens_q=ints([1, 4], device), **given,
-    )  # fmt: skip
+        OP,
+        backend,
+        q=q.flatten(0, 1),
+        ori_sparse_indices=slots.flatten(0, 1),
+        layout_q="TND",
+        cu_seqlens_q=ints([1, 4], device),
+        **given,
+    )
     assert torch.equal(out[1:4], whole[0].flatten(0, 1)[1:4])
     assert (out[0] == 0).all() and (out[4:] == 0).all()
 
@@ -646,9 +691,14 @@ def test_flash_mla(kind, extra, device, backend):
     if extra:
         more = dict(extra_rows=caches[1], extra_slots=slots[1], extra_topk_length=lengths[1])
     out, lse = custom.flash_mla_v4(
-        given["q"], caches[0], slots[0], None, topk_length=lengths[0],
-        attn_sink=given["sinks"], **more,
-    )  # fmt: skip
+        given["q"],
+        caches[0],
+        slots[0],
+        None,
+        topk_length=lengths[0],
+        attn_sink=given["sinks"],
+        **more,
+    )
     if kind == "bytes":
         given |= dict(zip(("ori_kv", "cmp_kv"), map(unpacked, caches, [dtype] * 2), strict=False))
     want, want_lse = run(OP, backend, **given)
@@ -739,11 +789,25 @@ def test_metadata():
     """Of CANN's arguments; it is not read."""
     sums_ = torch.tensor([0, 3], dtype=torch.int32)
     made = custom.npu_sparse_attn_sharedkv_metadata(
-        num_heads_q=64, num_heads_kv=1, head_dim=512, cu_seqlens_q=sums_, cmp_ratio=4,
-        ori_mask_mode=4, cmp_mask_mode=3, ori_win_left=127, ori_win_right=0, layout_q="TND",
-        layout_kv="PA_ND", has_ori_kv=True, has_cmp_kv=True, batch_size=1, max_seqlen_q=3,
-        max_seqlen_kv=3, cmp_topk=512, device="cpu",
-    )  # fmt: skip
+        num_heads_q=64,
+        num_heads_kv=1,
+        head_dim=512,
+        cu_seqlens_q=sums_,
+        cmp_ratio=4,
+        ori_mask_mode=4,
+        cmp_mask_mode=3,
+        ori_win_left=127,
+        ori_win_right=0,
+        layout_q="TND",
+        layout_kv="PA_ND",
+        has_ori_kv=True,
+        has_cmp_kv=True,
+        batch_size=1,
+        max_seqlen_q=3,
+        max_seqlen_kv=3,
+        cmp_topk=512,
+        device="cpu",
+    )
     assert made.dtype is torch.int32 and list(made.shape) == [1024] and not made.any()
     given = Problem(count=3).arguments(("TND", "PA_ND"), torch.device("cpu"), torch.float16)
     plain = custom.npu_sparse_attn_sharedkv(**given)
@@ -772,9 +836,13 @@ def test_finite_differences(kind, layout, sinks, device, backend):
     if backend != "reference":
         pytest.skip("in float64")
     problem = Problem(
-        [(2, 6), (2, 1), (0, 4)], **KINDS[kind] | dict(m=min(KINDS[kind]["m"], 2)),
-        sinks=sinks, window=3, heads=2, size=3,
-    )  # fmt: skip
+        [(2, 6), (2, 1), (0, 4)],
+        **KINDS[kind] | dict(m=min(KINDS[kind]["m"], 2)),
+        sinks=sinks,
+        window=3,
+        heads=2,
+        size=3,
+    )
     given, names = leaves(problem, (layout, layout), device, torch.float64)
 
     def function(*tensors):
@@ -787,10 +855,13 @@ def test_finite_differences(kind, layout, sinks, device, backend):
 @pytest.mark.parametrize(
     ("kind", "layout", "of"),
     [
-        ("sliding", "BSND", "both"), ("HCA", "TND", "both"), ("CSA", "BSND", "out"),
-        ("CSA", "TND", "lse"), ("CSA", "TND", "both"),
+        ("sliding", "BSND", "both"),
+        ("HCA", "TND", "both"),
+        ("CSA", "BSND", "out"),
+        ("CSA", "TND", "lse"),
+        ("CSA", "TND", "both"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_gradients(dtype, kind, layout, of, device, backend):
     """Against autograd of the loop over tokens, in float64 on the same numbers; off by what the

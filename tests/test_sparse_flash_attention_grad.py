@@ -240,9 +240,15 @@ def test_backward_compiles_and_opcheck_agrees(of_lse):
 
     def loss(query, key, query_rope, key_rope):
         out, top, total = custom.npu_sparse_flash_attention(
-            query, key, None, indices, 0.2, query_rope=query_rope, key_rope=key_rope,
+            query,
+            key,
+            None,
+            indices,
+            0.2,
+            query_rope=query_rope,
+            key_rope=key_rope,
             return_softmax_lse=True,
-        )  # fmt: skip
+        )
         seen = total > 0
         lse = top.where(seen, 0) + total.where(seen, 1).log()
         return out.square().sum() + (lse.sin().sum() if of_lse else 0)

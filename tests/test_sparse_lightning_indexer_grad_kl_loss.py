@@ -258,8 +258,10 @@ def test_a_key_of_infinity_in_heads_that_fill_no_tile(device, backend):
     """One that no head of the attention looks at, and one whose score is infinite where its
     target is 0: 0 * inf is NaN."""
     case = Case(1, 4, 6, 3, 32, 2, 32, 6, sparse_mode=0)
-    x = {n: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v
-         for n, v in case.arguments().items()}  # fmt: skip
+    x = {
+        n: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for n, v in case.arguments().items()
+    }
     x["query"], x["query_index"], x["weights"] = (
         x[n].abs() for n in ("query", "query_index", "weights")
     )
@@ -268,9 +270,14 @@ def test_a_key_of_infinity_in_heads_that_fill_no_tile(device, backend):
     x["key"][:, 1] = -torch.inf
     x["key_index"][:, 2] = -torch.inf  # its score is 0
     statistics = custom.npu_sparse_flash_attention(
-        query=x["query"], key=x["key"].clamp(min=-6e4), value=None, scale_value=x["scale_value"],
-        sparse_indices=x["sparse_indices"], sparse_mode=0, return_softmax_lse=True,
-    )  # fmt: skip
+        query=x["query"],
+        key=x["key"].clamp(min=-6e4),
+        value=None,
+        scale_value=x["scale_value"],
+        sparse_indices=x["sparse_indices"],
+        sparse_mode=0,
+        return_softmax_lse=True,
+    )
     x["softmax_max"], x["softmax_sum"] = statistics[1:]
     absent = dict.fromkeys(("actual_seq_qlen", "actual_seq_klen", "layout"))
     wanted = reference.forward(**absent, pre_tokens=None, next_tokens=None, **x)

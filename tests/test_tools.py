@@ -229,9 +229,15 @@ def test_a_plot_of_stages_from_its_csv(tmp_path):
     stages = {"prologs": 3.0, "attention": 5.5}
     numbers = dict(error=0.0, median_us=8.0, p20_us=7.0, p80_us=9.0, floor_us=4.0, of_floor=0.5)
     row = Row(
-        op="op", case="a case", backend="cuda", tflops=1.0, gb_per_s=2.0,
-        peers_us=packed({"reference": 90.0}), stages_us=packed(stages), **numbers,
-    )  # fmt: skip
+        op="op",
+        case="a case",
+        backend="cuda",
+        tflops=1.0,
+        gb_per_s=2.0,
+        peers_us=packed({"reference": 90.0}),
+        stages_us=packed(stages),
+        **numbers,
+    )
     write_csv(tmp_path / "a.csv", [row])
     assert read_rows(tmp_path / "a.csv") == [row] and row.stages == stages
     assert "prologs" in text([row], {})

@@ -30,8 +30,10 @@ WHOLE = {
     "compiler": FIRST.compiler,
 }
 NAMED = {
-    "torch": FIRST.torch, "torch_npu": FIRST.torch_npu, "triton-ascend": FIRST.triton_ascend,
-}  # fmt: skip
+    "torch": FIRST.torch,
+    "torch_npu": FIRST.torch_npu,
+    "triton-ascend": FIRST.triton_ascend,
+}
 
 
 def test_the_extra_pins_the_first_row():
@@ -161,10 +163,16 @@ def test_kernels_take_them_from_here_alone():
 SOUND = dict.fromkeys(("torch_npu", "triton-ascend", "CANN", "transformers", "numpy"))
 SOUND |= {"torch": "2.13.0+cpu", "triton": "3.7.1", "machine": "x86_64", "compiler": None}
 ASCEND = {
-    "torch": FIRST.torch, "torch_npu": FIRST.torch_npu, "triton": None, "numpy": "1.26.4",
-    "triton-ascend": FIRST.triton_ascend, "CANN": FIRST.cann, "transformers": "5.17.0",
-    "machine": "aarch64", "compiler": "/cann/bishengir-compile",
-}  # fmt: skip
+    "torch": FIRST.torch,
+    "torch_npu": FIRST.torch_npu,
+    "triton": None,
+    "numpy": "1.26.4",
+    "triton-ascend": FIRST.triton_ascend,
+    "CANN": FIRST.cann,
+    "transformers": "5.17.0",
+    "machine": "aarch64",
+    "compiler": "/cann/bishengir-compile",
+}
 ON_X86 = ASCEND | {"torch": f"{FIRST.torch}+cpu", "machine": "x86_64"}
 INDEX = f" --extra-index-url {versions.CPU_BUILDS}"
 BARE = {"torch_npu": None, "triton-ascend": None, "CANN": None}

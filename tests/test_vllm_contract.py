@@ -262,10 +262,16 @@ def test_a_fresh_slot_of_states_may_hold_anything(gdn):
     keys, values = heads * size, value_heads * size
     taps = torch.randn(width, 2 * keys + values)
     layer = SimpleNamespace(
-        key_dim=keys, value_dim=values, tp_size=1, head_k_dim=size, head_v_dim=size,
-        A_log=torch.randn(value_heads), dt_bias=torch.randn(value_heads), activation="silu",
+        key_dim=keys,
+        value_dim=values,
+        tp_size=1,
+        head_k_dim=size,
+        head_v_dim=size,
+        A_log=torch.randn(value_heads),
+        dt_bias=torch.randn(value_heads),
+        activation="silu",
         taps=lambda: taps,
-    )  # fmt: skip
+    )
     tokens = torch.randn(20, taps.shape[1]), *torch.randn(2, 20, value_heads)
     batch = SimpleNamespace(
         num_prefills=2,
@@ -292,11 +298,16 @@ def test_a_recorded_decode_step_takes_what_its_buffers_hold_then(gdn, monkeypatc
     taps = torch.randn(width, 2 * keys + values)
     batch = SimpleNamespace(num_decode_tokens=rows, num_prefills=0)
     layer = SimpleNamespace(
-        prefix="layer", value_dim=values, tp_size=1, head_v_dim=size, taps=lambda: taps,
-        split_ba=lambda ba: ba.chunk(2, -1), A_log=torch.randn(value_heads),
+        prefix="layer",
+        value_dim=values,
+        tp_size=1,
+        head_v_dim=size,
+        taps=lambda: taps,
+        split_ba=lambda ba: ba.chunk(2, -1),
+        A_log=torch.randn(value_heads),
         dt_bias=torch.randn(value_heads),
         norm=SimpleNamespace(weight=torch.randn(size), eps=1e-6, activation="silu"),
-    )  # fmt: skip
+    )
     context = SimpleNamespace(attn_metadata={"layer": batch})
     monkeypatch.setattr(gdn, "get_forward_context", lambda: context)
     monkeypatch.setattr(gdn, "is_conv_state_dim_first", lambda: False)

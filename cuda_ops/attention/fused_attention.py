@@ -69,9 +69,23 @@ class Constants(NamedTuple):
 
 @triton.jit
 def _over_keys(
-    acc, row_max, row_sum, q_tile, k, v, k_row, v_row, low, high, columns, position,
-    scale_log2, window, MASKED: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    acc,
+    row_max,
+    row_sum,
+    q_tile,
+    k,
+    v,
+    k_row,
+    v_row,
+    low,
+    high,
+    columns,
+    position,
+    scale_log2,
+    window,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
     """Adds keys [low, high) to (acc, row_max, row_sum); row_max and row_sum in base 2."""
     d = tl.arange(0, C.D_PAD)
     e = tl.arange(0, C.V_PAD)
@@ -119,16 +133,44 @@ def _over_keys(
     ]
 )  # fmt: skip
 def _forward_kernel(
-    q, k, v, o, lse, plan, scale_log2, window, tiles, n_q, n_k, heads, splits,
-    strides, lse_batch, lse_head, lse_row, partial_o, partial_lse, C: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    o,
+    lse,
+    plan,
+    scale_log2,
+    window,
+    tiles,
+    n_q,
+    n_k,
+    heads,
+    splits,
+    strides,
+    lse_batch,
+    lse_head,
+    lse_row,
+    partial_o,
+    partial_lse,
+    C: tl.constexpr,
+):
     """One tile of BLOCK_M rows; PACK heads of a group share it, row r = query r // PACK, head r %
     PACK.  With SPLIT the program takes one of `splits` of the keys and leaves (o, lse in base 2)
     there."""
     (
-        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-        o_batch, o_head, o_row,
-    ) = strides  # fmt: skip
+        q_batch,
+        q_head,
+        q_row,
+        k_batch,
+        k_head,
+        k_row,
+        v_batch,
+        v_head,
+        v_row,
+        o_batch,
+        o_head,
+        o_row,
+    ) = strides
     program = tl.program_id(0)
     split_index = program % splits
     program = program // splits
@@ -181,17 +223,59 @@ def _forward_kernel(
     row_sum = tl.full([C.BLOCK_M], 0.0, tl.float32)
     if C.WINDOW:
         acc, row_max, row_sum = _over_keys(
-            acc, row_max, row_sum, q_tile, k, v, k_row, v_row, low, full_low, n_k, position,
-            scale_log2, window, True, C,
-        )  # fmt: skip
+            acc,
+            row_max,
+            row_sum,
+            q_tile,
+            k,
+            v,
+            k_row,
+            v_row,
+            low,
+            full_low,
+            n_k,
+            position,
+            scale_log2,
+            window,
+            True,
+            C,
+        )
     acc, row_max, row_sum = _over_keys(
-        acc, row_max, row_sum, q_tile, k, v, k_row, v_row, full_low, full_high, n_k, position,
-        scale_log2, window, False, C,
-    )  # fmt: skip
+        acc,
+        row_max,
+        row_sum,
+        q_tile,
+        k,
+        v,
+        k_row,
+        v_row,
+        full_low,
+        full_high,
+        n_k,
+        position,
+        scale_log2,
+        window,
+        False,
+        C,
+    )
     acc, row_max, row_sum = _over_keys(
-        acc, row_max, row_sum, q_tile, k, v, k_row, v_row, full_high, high, n_k, position,
-        scale_log2, window, True, C,
-    )  # fmt: skip
+        acc,
+        row_max,
+        row_sum,
+        q_tile,
+        k,
+        v,
+        k_row,
+        v_row,
+        full_high,
+        high,
+        n_k,
+        position,
+        scale_log2,
+        window,
+        True,
+        C,
+    )
 
     valid = row_sum != 0  # a NaN is there, and stays one
     acc = acc / tl.where(valid, row_sum, 1.0)[:, None]
@@ -213,9 +297,15 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
-    partial_o, partial_lse, o, lse, splits,
-    V: tl.constexpr, V_PAD: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
+    partial_o,
+    partial_lse,
+    o,
+    lse,
+    splits,
+    V: tl.constexpr,
+    V_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     """One row: o = sum of 2^(lse_p - max) o_p over the parts, normalised."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, V_PAD)
@@ -340,19 +430,51 @@ def _plain(
     scale_log2 = abs(scale) * LOG2E.value
     sign = 0 if scale_log2 < LEAST else 1 if scale > 0 else -1
     launches.kernel(_forward_kernel, t.splits * tiles * sizes.outer * heads)(
-        q, k, v, o, lse, listed, scale_log2 if sign else 1.0, min(window or 0, 2**30), tiles,
-        sizes.n_q, sizes.n_k, heads, t.splits,
-        (*strides(q), *strides(k), *strides(v), *strides(o)), *row_strides(lse), partial_o,
-        partial_lse, C=Constants(
-            D=size, V=v_size, D_PAD=padded, V_PAD=v_padded, GROUP=sizes.group, PACK=t.pack,
-            CAUSAL=causal, WINDOW=window is not None, VARLEN=sizes.varlen, SPLIT=split,
-            SIGN=sign, BLOCK_M=t.queries, BLOCK_N=t.keys, STAGES=t.stages, FAR=is_far(k,
-            v),
+        q,
+        k,
+        v,
+        o,
+        lse,
+        listed,
+        scale_log2 if sign else 1.0,
+        min(window or 0, 2**30),
+        tiles,
+        sizes.n_q,
+        sizes.n_k,
+        heads,
+        t.splits,
+        (*strides(q), *strides(k), *strides(v), *strides(o)),
+        *row_strides(lse),
+        partial_o,
+        partial_lse,
+        C=Constants(
+            D=size,
+            V=v_size,
+            D_PAD=padded,
+            V_PAD=v_padded,
+            GROUP=sizes.group,
+            PACK=t.pack,
+            CAUSAL=causal,
+            WINDOW=window is not None,
+            VARLEN=sizes.varlen,
+            SPLIT=split,
+            SIGN=sign,
+            BLOCK_M=t.queries,
+            BLOCK_N=t.keys,
+            STAGES=t.stages,
+            FAR=is_far(k, v),
         ),
         num_warps=t.warps,
-    )  # fmt: skip
+    )
     if split:
         launches.kernel(_combine_kernel, lse.numel())(
-            partial_o, partial_lse, o, lse, t.splits,
-            V=v_size, V_PAD=v_padded, SPLITS=triton.next_power_of_2(t.splits), num_warps=4,
-        )  # fmt: skip
+            partial_o,
+            partial_lse,
+            o,
+            lse,
+            t.splits,
+            V=v_size,
+            V_PAD=v_padded,
+            SPLITS=triton.next_power_of_2(t.splits),
+            num_warps=4,
+        )

@@ -58,11 +58,35 @@ from .hopper import fused_attention_backward as hopper
     ]
 )  # fmt: skip
 def _statistics_kernel(
-    o, grad_o, lse, grad_lse, lse2, delta, sums, turns, plan, tiles, n_q, heads, padded,
-    o_strides, g_strides, l_batch, l_head, l_row, gl_batch, gl_head, gl_row,
-    V: tl.constexpr, V_PAD: tl.constexpr, SUMS: tl.constexpr, TURNS: tl.constexpr,
-    GRAD_LSE: tl.constexpr, VARLEN: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    o,
+    grad_o,
+    lse,
+    grad_lse,
+    lse2,
+    delta,
+    sums,
+    turns,
+    plan,
+    tiles,
+    n_q,
+    heads,
+    padded,
+    o_strides,
+    g_strides,
+    l_batch,
+    l_head,
+    l_row,
+    gl_batch,
+    gl_head,
+    gl_row,
+    V: tl.constexpr,
+    V_PAD: tl.constexpr,
+    SUMS: tl.constexpr,
+    TURNS: tl.constexpr,
+    GRAD_LSE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """delta, and lse in base 2 with +inf for a row that saw nothing (so that its P is 0), of whole
     blocks of BLOCK_M queries.  Clears SUMS numbers a row where grad_q will be summed, and the
     turns."""
@@ -132,9 +156,27 @@ def _settled(x):
 
 @triton.jit
 def _over_queries(
-    grad_k, grad_v, k_tile, v_tile, q, grad_o, lse2, delta, q_row, g_row, low, high, rows, shift,
-    column, columns, scale_log2, window, MASKED: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    grad_k,
+    grad_v,
+    k_tile,
+    v_tile,
+    q,
+    grad_o,
+    lse2,
+    delta,
+    q_row,
+    g_row,
+    low,
+    high,
+    rows,
+    shift,
+    column,
+    columns,
+    scale_log2,
+    window,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
     """Adds what queries [low, high) of one head give to the keys of a tile."""
     d = tl.arange(0, C.D_PAD)
     e = tl.arange(0, C.V_PAD)
@@ -177,14 +219,46 @@ def _over_queries(
 
 @triton.jit(do_not_specialize=["scale", "window", "tiles", "n_q", "n_k", "heads", "padded"])
 def _keys_kernel(
-    q, k, v, grad_o, lse2, delta, grad_k, grad_v, plan, scale, window, tiles, n_q, n_k, heads,
-    padded, strides, C: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    grad_o,
+    lse2,
+    delta,
+    grad_k,
+    grad_v,
+    plan,
+    scale,
+    window,
+    tiles,
+    n_q,
+    n_k,
+    heads,
+    padded,
+    strides,
+    C: tl.constexpr,
+):
     """grad_k and grad_v of a tile of BLOCK_N keys of one key head (`heads` are key heads here)."""
     (
-        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-        g_batch, g_head, g_row, gk_batch, gk_head, gk_row, gv_batch, gv_head, gv_row,
-    ) = strides  # fmt: skip
+        q_batch,
+        q_head,
+        q_row,
+        k_batch,
+        k_head,
+        k_row,
+        v_batch,
+        v_head,
+        v_row,
+        g_batch,
+        g_head,
+        g_row,
+        gk_batch,
+        gk_head,
+        gk_row,
+        gv_batch,
+        gv_head,
+        gv_row,
+    ) = strides
     program = tl.program_id(0)
     outer = program // tiles
     kv_head = outer % heads
@@ -225,38 +299,106 @@ def _keys_kernel(
         g_at = grad_o + batch * g_batch + head * g_head + first_q * g_row
         stat = (batch * heads * C.GROUP + head) * padded + padded_first(first_q, piece)
         acc_k, acc_v = _over_queries(
-            acc_k, acc_v, k_tile, v_tile, q_at, g_at, lse2 + stat, delta + stat, q_row, g_row,
-            low, full_low, n_q, shift, column, n_k, scale_log2, window,
-            True, C,
-        )  # fmt: skip
+            acc_k,
+            acc_v,
+            k_tile,
+            v_tile,
+            q_at,
+            g_at,
+            lse2 + stat,
+            delta + stat,
+            q_row,
+            g_row,
+            low,
+            full_low,
+            n_q,
+            shift,
+            column,
+            n_k,
+            scale_log2,
+            window,
+            True,
+            C,
+        )
         acc_k, acc_v = _over_queries(
-            acc_k, acc_v, k_tile, v_tile, q_at, g_at, lse2 + stat, delta + stat, q_row, g_row,
-            full_low, full_high, n_q, shift, column, n_k, scale_log2, window,
-            False, C,
-        )  # fmt: skip
+            acc_k,
+            acc_v,
+            k_tile,
+            v_tile,
+            q_at,
+            g_at,
+            lse2 + stat,
+            delta + stat,
+            q_row,
+            g_row,
+            full_low,
+            full_high,
+            n_q,
+            shift,
+            column,
+            n_k,
+            scale_log2,
+            window,
+            False,
+            C,
+        )
         acc_k, acc_v = _over_queries(
-            acc_k, acc_v, k_tile, v_tile, q_at, g_at, lse2 + stat, delta + stat, q_row, g_row,
-            full_high, high, n_q, shift, column, n_k, scale_log2, window,
-            True, C,
-        )  # fmt: skip
+            acc_k,
+            acc_v,
+            k_tile,
+            v_tile,
+            q_at,
+            g_at,
+            lse2 + stat,
+            delta + stat,
+            q_row,
+            g_row,
+            full_high,
+            high,
+            n_q,
+            shift,
+            column,
+            n_k,
+            scale_log2,
+            window,
+            True,
+            C,
+        )
 
     at = batch * gk_batch + kv_head.to(tl.int64) * gk_head + (first_k + column) * gk_row
     tl.store(
         grad_k + at[:, None] + d[None, :],
-        (acc_k * scale).to(grad_k.dtype.element_ty), keep[:, None] & (d < C.D)[None, :],
-    )  # fmt: skip
+        (acc_k * scale).to(grad_k.dtype.element_ty),
+        keep[:, None] & (d < C.D)[None, :],
+    )
     at = batch * gv_batch + kv_head.to(tl.int64) * gv_head + (first_k + column) * gv_row
     tl.store(
         grad_v + at[:, None] + e[None, :],
-        acc_v.to(grad_v.dtype.element_ty), keep[:, None] & (e < C.V)[None, :],
-    )  # fmt: skip
+        acc_v.to(grad_v.dtype.element_ty),
+        keep[:, None] & (e < C.V)[None, :],
+    )
 
 
 @triton.jit
 def _over_keys(
-    grad_q, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, low, high, columns, position,
-    scale_log2, window, MASKED: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    grad_q,
+    q_tile,
+    g_tile,
+    row_lse,
+    row_delta,
+    k,
+    v,
+    k_row,
+    v_row,
+    low,
+    high,
+    columns,
+    position,
+    scale_log2,
+    window,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
     """Adds what keys [low, high) give to the queries of a tile."""
     d = tl.arange(0, C.D_PAD)
     e = tl.arange(0, C.V_PAD)
@@ -291,14 +433,42 @@ def _over_keys(
 
 @triton.jit(do_not_specialize=["scale", "window", "tiles", "n_q", "n_k", "heads", "padded"])
 def _queries_kernel(
-    q, k, v, grad_o, lse2, delta, grad_q, plan, scale, window, tiles, n_q, n_k, heads,
-    padded, strides, C: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    grad_o,
+    lse2,
+    delta,
+    grad_q,
+    plan,
+    scale,
+    window,
+    tiles,
+    n_q,
+    n_k,
+    heads,
+    padded,
+    strides,
+    C: tl.constexpr,
+):
     """grad_q of a tile of BLOCK_M queries of one head."""
     (
-        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-        g_batch, g_head, g_row, gq_batch, gq_head, gq_row,
-    ) = strides  # fmt: skip
+        q_batch,
+        q_head,
+        q_row,
+        k_batch,
+        k_head,
+        k_row,
+        v_batch,
+        v_head,
+        v_row,
+        g_batch,
+        g_head,
+        g_row,
+        gq_batch,
+        gq_head,
+        gq_row,
+    ) = strides
     program = tl.program_id(0)
     outer = program // tiles
     head = (outer % heads).to(tl.int64)
@@ -338,22 +508,68 @@ def _queries_kernel(
     acc = tl.full([C.BLOCK_M, C.D_PAD], 0.0, tl.float32)
     if C.WINDOW:
         acc = _over_keys(
-            acc, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, low, full_low, n_k,
-            position, scale_log2, window, True, C,
-        )  # fmt: skip
+            acc,
+            q_tile,
+            g_tile,
+            row_lse,
+            row_delta,
+            k,
+            v,
+            k_row,
+            v_row,
+            low,
+            full_low,
+            n_k,
+            position,
+            scale_log2,
+            window,
+            True,
+            C,
+        )
     acc = _over_keys(
-        acc, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, full_low, full_high, n_k,
-        position, scale_log2, window, False, C,
-    )  # fmt: skip
+        acc,
+        q_tile,
+        g_tile,
+        row_lse,
+        row_delta,
+        k,
+        v,
+        k_row,
+        v_row,
+        full_low,
+        full_high,
+        n_k,
+        position,
+        scale_log2,
+        window,
+        False,
+        C,
+    )
     acc = _over_keys(
-        acc, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, full_high, high, n_k,
-        position, scale_log2, window, True, C,
-    )  # fmt: skip
+        acc,
+        q_tile,
+        g_tile,
+        row_lse,
+        row_delta,
+        k,
+        v,
+        k_row,
+        v_row,
+        full_high,
+        high,
+        n_k,
+        position,
+        scale_log2,
+        window,
+        True,
+        C,
+    )
     at = batch * gq_batch + head * gq_head + (first_q + query) * gq_row
     tl.store(
         grad_q + at[:, None] + d[None, :],
-        (acc * scale).to(grad_q.dtype.element_ty), keep[:, None] & (d < C.D)[None, :],
-    )  # fmt: skip
+        (acc * scale).to(grad_q.dtype.element_ty),
+        keep[:, None] & (d < C.D)[None, :],
+    )
 
 
 @dataclass(frozen=True)
@@ -412,14 +628,33 @@ def backward(
     # additions in turn were seen right on an H200 with heads of up to 128
     adds = on_hopper and not (deterministic and widths.wide)
     lse2, delta, sums, turns = statistics(
-        grad_o, o, lse, grad_lse, sizes, cu_seqlens_q,
-        widths.counted if adds else 0, adds and deterministic,
-    )  # fmt: skip
+        grad_o,
+        o,
+        lse,
+        grad_lse,
+        sizes,
+        cu_seqlens_q,
+        widths.counted if adds else 0,
+        adds and deterministic,
+    )
     if on_hopper:
         hopper.launch(
-            grad_o, q, k, v, lse2, delta, sums, turns, grads, sizes, causal, scale,
-            cu_seqlens_q, cu_seqlens_k, window,
-        )  # fmt: skip
+            grad_o,
+            q,
+            k,
+            v,
+            lse2,
+            delta,
+            sums,
+            turns,
+            grads,
+            sizes,
+            causal,
+            scale,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            window,
+        )
         if adds:
             return grads[0], grads[1], grads[2]
     over_queries, over_keys = tiling(
@@ -428,12 +663,21 @@ def backward(
     n_q, n_k, heads = sizes.n_q, sizes.n_k, sizes.heads
     queries_constants, keys_constants = (
         Constants(
-            D=size, V=v_size, D_PAD=padded, V_PAD=v_padded, GROUP=sizes.group, CAUSAL=causal,
-            WINDOW=window is not None, VARLEN=sizes.varlen, FAR=is_far(q, k, v, grad_o),
-            BLOCK_M=tile.queries, BLOCK_N=tile.keys, STAGES=tile.stages,
+            D=size,
+            V=v_size,
+            D_PAD=padded,
+            V_PAD=v_padded,
+            GROUP=sizes.group,
+            CAUSAL=causal,
+            WINDOW=window is not None,
+            VARLEN=sizes.varlen,
+            FAR=is_far(q, k, v, grad_o),
+            BLOCK_M=tile.queries,
+            BLOCK_N=tile.keys,
+            STAGES=tile.stages,
         )
         for tile in (over_queries, over_keys)
-    )  # fmt: skip
+    )
     window = min(window or 0, 2**30)
     shared = (*strides(q), *strides(k), *strides(v), *strides(grad_o))
 
@@ -443,20 +687,51 @@ def backward(
             listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, over_queries.keys, down=False)
             tiles = listed.shape[0]
         launches.kernel(_keys_kernel, tiles * sizes.outer * sizes.key_heads)(
-            q, k, v, grad_o, lse2, delta, grads[1], grads[2], listed, scale, window, tiles,
-            n_q, n_k, sizes.key_heads, lse2.shape[-1],
-            (*shared, *strides(grads[1]), *strides(grads[2])), C=queries_constants,
+            q,
+            k,
+            v,
+            grad_o,
+            lse2,
+            delta,
+            grads[1],
+            grads[2],
+            listed,
+            scale,
+            window,
+            tiles,
+            n_q,
+            n_k,
+            sizes.key_heads,
+            lse2.shape[-1],
+            (*shared, *strides(grads[1]), *strides(grads[2])),
+            C=queries_constants,
             num_warps=over_queries.warps,
-        )  # fmt: skip
+        )
 
     listed, tiles = None, triton.cdiv(n_q, over_keys.queries)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, over_keys.queries)
         tiles = listed.shape[0]
     launches.kernel(_queries_kernel, tiles * sizes.outer * heads)(
-        q, k, v, grad_o, lse2, delta, grads[0], listed, scale, window, tiles, n_q, n_k, heads,
-        lse2.shape[-1], (*shared, *strides(grads[0])), C=keys_constants, num_warps=over_keys.warps,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        grad_o,
+        lse2,
+        delta,
+        grads[0],
+        listed,
+        scale,
+        window,
+        tiles,
+        n_q,
+        n_k,
+        heads,
+        lse2.shape[-1],
+        (*shared, *strides(grads[0])),
+        C=keys_constants,
+        num_warps=over_keys.warps,
+    )
     return grads[0], grads[1], grads[2]
 
 
@@ -484,10 +759,30 @@ def statistics(
         tiles = listed.shape[0]
     v_size = o.shape[-1]
     launches.kernel(_statistics_kernel, tiles * batch * heads)(
-        o, grad_o, lse, grad_lse, lse2, delta, zeros, turns, listed, tiles, n_q, heads, padded,
-        strides(o), strides(grad_o), *row_strides(lse),
+        o,
+        grad_o,
+        lse,
+        grad_lse,
+        lse2,
+        delta,
+        zeros,
+        turns,
+        listed,
+        tiles,
+        n_q,
+        heads,
+        padded,
+        strides(o),
+        strides(grad_o),
+        *row_strides(lse),
         *row_strides(lse if grad_lse is None else grad_lse),
-        V=v_size, V_PAD=padded_size(v_size), SUMS=sums, TURNS=in_turn,
-        GRAD_LSE=grad_lse is not None, VARLEN=sizes.varlen, BLOCK_M=64, num_warps=8,
-    )  # fmt: skip
+        V=v_size,
+        V_PAD=padded_size(v_size),
+        SUMS=sums,
+        TURNS=in_turn,
+        GRAD_LSE=grad_lse is not None,
+        VARLEN=sizes.varlen,
+        BLOCK_M=64,
+        num_warps=8,
+    )
     return lse2, delta, zeros, turns

@@ -24,10 +24,23 @@ ROWS = 8  # that a program takes
 
 @triton.jit(do_not_specialize=["rows", "page", "total"])
 def _write(
-    k, values, scales, slots, rows, page, total, k_row, values_page, scales_page,
-    KIND: tl.constexpr, UE8M0: tl.constexpr, HADAMARD: tl.constexpr, BF16: tl.constexpr,
-    ROWS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
+    k,
+    values,
+    scales,
+    slots,
+    rows,
+    page,
+    total,
+    k_row,
+    values_page,
+    scales_page,
+    KIND: tl.constexpr,
+    UE8M0: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    BF16: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, SIZE)
     slot = tl.load(slots + row, mask=row < rows, other=-1).to(tl.int64)
@@ -62,8 +75,21 @@ def forward(
         return
     pages, page = values.shape[:2]
     launches.kernel(_write, triton.cdiv(k.shape[0], ROWS))(
-        k, quantise.in_bytes(values), scales, slots, k.shape[0], page, pages * page, k.stride(0),
-        values.stride(0), scales.stride(0), KIND=quantise.kind_of(kind),
-        UE8M0=scale_format == "ue8m0", HADAMARD=index_hadamard, BF16=hadamard_round == "bf16",
-        ROWS=ROWS, SIZE=k.shape[1], num_warps=4,
-    )  # fmt: skip
+        k,
+        quantise.in_bytes(values),
+        scales,
+        slots,
+        k.shape[0],
+        page,
+        pages * page,
+        k.stride(0),
+        values.stride(0),
+        scales.stride(0),
+        KIND=quantise.kind_of(kind),
+        UE8M0=scale_format == "ue8m0",
+        HADAMARD=index_hadamard,
+        BF16=hadamard_round == "bf16",
+        ROWS=ROWS,
+        SIZE=k.shape[1],
+        num_warps=4,
+    )

@@ -29,11 +29,32 @@ TILES = 8  # that a program takes: two tokens
 
 @triton.jit(do_not_specialize=["tiles", "page", "total"])
 def _write(
-    ckv, k_rope, values, rope, scales, slots, alpha, tiles, page, total, ckv_row, rope_row,
-    values_page, values_row, rope_page, rope_slot, scales_page, scales_row,
-    KIND: tl.constexpr, UE8M0: tl.constexpr, ALPHA: tl.constexpr,
-    TILES: tl.constexpr, OF_ROW: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
-):  # fmt: skip
+    ckv,
+    k_rope,
+    values,
+    rope,
+    scales,
+    slots,
+    alpha,
+    tiles,
+    page,
+    total,
+    ckv_row,
+    rope_row,
+    values_page,
+    values_row,
+    rope_page,
+    rope_slot,
+    scales_page,
+    scales_row,
+    KIND: tl.constexpr,
+    UE8M0: tl.constexpr,
+    ALPHA: tl.constexpr,
+    TILES: tl.constexpr,
+    OF_ROW: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+):
     at = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
     token = at // OF_ROW
     tile = at % OF_ROW
@@ -59,10 +80,24 @@ def _write(
 
 @triton.jit(do_not_specialize=["tiles", "page", "total"])
 def _write_v4(
-    ckv, k_rope, values, rope, scales, slots, tiles, page, total, ckv_row, rope_row,
-    page_bytes, values_row, scales_row, TILES: tl.constexpr, OF_ROW: tl.constexpr,
+    ckv,
+    k_rope,
+    values,
+    rope,
+    scales,
+    slots,
+    tiles,
+    page,
+    total,
+    ckv_row,
+    rope_row,
+    page_bytes,
+    values_row,
+    scales_row,
+    TILES: tl.constexpr,
+    OF_ROW: tl.constexpr,
     SIZE: tl.constexpr,
-):  # fmt: skip
+):
     """page_bytes: from page to page; `rope` holds 16 bits."""
     at = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
     token = at // OF_ROW
@@ -108,21 +143,52 @@ def forward(
         values, rope, scales = quantised.v4_parts(rows)
         tiles = ckv.shape[0] * quantised.V4_SCALES
         launches.kernel(_write_v4, triton.cdiv(tiles, 2 * TILES))(
-            ckv, k_rope.view(torch.int16), values.view(torch.uint8), rope.view(torch.int16),
-            scales, slots, tiles, page, pages * page, ckv.stride(0), k_rope.stride(0),
-            rows.stride(0), quantised.V4_DATA, quantised.V4_SCALES, TILES=2 * TILES,
-            OF_ROW=quantised.V4_SCALES, SIZE=quantised.V4_TILE, num_warps=4,
-        )  # fmt: skip
+            ckv,
+            k_rope.view(torch.int16),
+            values.view(torch.uint8),
+            rope.view(torch.int16),
+            scales,
+            slots,
+            tiles,
+            page,
+            pages * page,
+            ckv.stride(0),
+            k_rope.stride(0),
+            rows.stride(0),
+            quantised.V4_DATA,
+            quantised.V4_SCALES,
+            TILES=2 * TILES,
+            OF_ROW=quantised.V4_SCALES,
+            SIZE=quantised.V4_TILE,
+            num_warps=4,
+        )
         return
     parts = quantised.row_parts(rows, row_layout, quantised.VALUES[kind], torch.int16)
     values, rope, scales = parts
     of_row = quantised.LATENT // quantised.TILE
     tiles = ckv.shape[0] * of_row
     launches.kernel(_write, triton.cdiv(tiles, TILES))(
-        ckv, k_rope.view(torch.int16), quantise.in_bytes(values), rope, scales, slots,
-        ckv if k_nope_clip_alpha is None else k_nope_clip_alpha, tiles, page, pages * page,
-        ckv.stride(0), k_rope.stride(0), *values.stride()[:2], *rope.stride()[:2],
-        *scales.stride()[:2], KIND=quantise.kind_of(kind), UE8M0=scale_format == "ue8m0",
-        ALPHA=k_nope_clip_alpha is not None, TILES=TILES, OF_ROW=of_row, SIZE=quantised.TILE,
-        ROTARY=quantised.ROTARY, num_warps=4,
-    )  # fmt: skip
+        ckv,
+        k_rope.view(torch.int16),
+        quantise.in_bytes(values),
+        rope,
+        scales,
+        slots,
+        ckv if k_nope_clip_alpha is None else k_nope_clip_alpha,
+        tiles,
+        page,
+        pages * page,
+        ckv.stride(0),
+        k_rope.stride(0),
+        *values.stride()[:2],
+        *rope.stride()[:2],
+        *scales.stride()[:2],
+        KIND=quantise.kind_of(kind),
+        UE8M0=scale_format == "ue8m0",
+        ALPHA=k_nope_clip_alpha is not None,
+        TILES=TILES,
+        OF_ROW=of_row,
+        SIZE=quantised.TILE,
+        ROTARY=quantised.ROTARY,
+        num_warps=4,
+    )

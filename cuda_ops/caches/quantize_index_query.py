@@ -26,10 +26,23 @@ ROWS = 16  # that a program takes
 
 @triton.jit(do_not_specialize=["rows", "heads"])
 def _quantise(
-    q, weights, values, scales, rows, heads, q_row, q_head, w_row,
-    KIND: tl.constexpr, UE8M0: tl.constexpr, HADAMARD: tl.constexpr, BF16: tl.constexpr,
-    FOLD: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
+    q,
+    weights,
+    values,
+    scales,
+    rows,
+    heads,
+    q_row,
+    q_head,
+    w_row,
+    KIND: tl.constexpr,
+    UE8M0: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    BF16: tl.constexpr,
+    FOLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token = row // heads
     head = row % heads
@@ -66,9 +79,21 @@ def forward(
     heads, size = q.shape[-2:]
     flat, w = q.reshape(-1, heads, size), weights.reshape(-1, heads)
     launches.kernel(_quantise, triton.cdiv(scales.numel(), ROWS))(
-        flat, w, quantise.in_bytes(values), scales, scales.numel(), heads, *flat.stride()[:2],
-        w.stride(0), KIND=quantise.kind_of(kind), UE8M0=scale_format == "ue8m0",
-        HADAMARD=index_hadamard, BF16=hadamard_round == "bf16", FOLD=fold, ROWS=ROWS, SIZE=size,
+        flat,
+        w,
+        quantise.in_bytes(values),
+        scales,
+        scales.numel(),
+        heads,
+        *flat.stride()[:2],
+        w.stride(0),
+        KIND=quantise.kind_of(kind),
+        UE8M0=scale_format == "ue8m0",
+        HADAMARD=index_hadamard,
+        BF16=hadamard_round == "bf16",
+        FOLD=fold,
+        ROWS=ROWS,
+        SIZE=size,
         num_warps=4,
-    )  # fmt: skip
+    )
     return values, scales

@@ -35,10 +35,19 @@ PLAN_ROW = 8  # int32 a listed tile: 32 bytes, one memory sector
 
 @triton.jit(do_not_specialize=["batch", "rows", "other_rows", "listed"])
 def _plan_kernel(
-    lengths, other_lengths, plan, batch, rows, other_rows, listed,
-    BLOCK_M: tl.constexpr, PACK: tl.constexpr, DOWN: tl.constexpr, PIECES: tl.constexpr,
+    lengths,
+    other_lengths,
+    plan,
+    batch,
+    rows,
+    other_rows,
+    listed,
+    BLOCK_M: tl.constexpr,
+    PACK: tl.constexpr,
+    DOWN: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Program p lists the tiles of piece p; the last one blanks the rest of the list."""
     piece = tl.program_id(0)
     each, first, end = pieces(lengths, rows, batch, PIECES)
@@ -96,9 +105,19 @@ def plan(
     listed = rows * pack // tile + batch + 3
     found = memory.empty((listed, PLAN_ROW), torch.int32, lengths.device)
     launches.kernel(_plan_kernel, batch + 2)(
-        lengths, other_lengths, found, batch, rows, other_rows, listed,
-        BLOCK_M=tile, PACK=pack, DOWN=down, PIECES=triton.next_power_of_2(batch + 2), BLOCK=128,
-    )  # fmt: skip
+        lengths,
+        other_lengths,
+        found,
+        batch,
+        rows,
+        other_rows,
+        listed,
+        BLOCK_M=tile,
+        PACK=pack,
+        DOWN=down,
+        PIECES=triton.next_power_of_2(batch + 2),
+        BLOCK=128,
+    )
     return found
 
 

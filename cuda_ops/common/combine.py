@@ -20,10 +20,22 @@ from .log2 import LN2, LOG2E
 
 @triton.jit
 def _combine(
-    partial, partial_max, partial_sum, sinks, out, softmax_max, softmax_sum,
-    HEADS: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
-    HAS_SINK: tl.constexpr, STATS: tl.constexpr, LSE: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    partial,
+    partial_max,
+    partial_sum,
+    sinks,
+    out,
+    softmax_max,
+    softmax_sum,
+    HEADS: tl.constexpr,
+    R: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    STATS: tl.constexpr,
+    LSE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """out of one row and head, WIDTH columns, from its SPLITS parts, always in the same order."""
     program = tl.program_id(0).to(tl.int64)
     row = program // HEADS
@@ -93,9 +105,21 @@ def combine(
     chained = is_chained(out.device, parts.splits)
     width = min(128 if parts.splits > 8 else 512, triton.next_power_of_2(rank))
     launches.kernel(_combine, out.numel() // rank, triton.cdiv(rank, width))(
-        parts.out, parts.max, parts.sum, softmax_max if sinks is None else sinks, out, softmax_max,
-        softmax_max if softmax_sum is None else softmax_sum, HEADS=heads, R=rank,
-        SPLITS=parts.splits, WIDTH=width, HAS_SINK=sinks is not None,
-        STATS=softmax_max.numel() > 0, LSE=softmax_sum is None, CHAINED=chained, num_warps=4,
+        parts.out,
+        parts.max,
+        parts.sum,
+        softmax_max if sinks is None else sinks,
+        out,
+        softmax_max,
+        softmax_max if softmax_sum is None else softmax_sum,
+        HEADS=heads,
+        R=rank,
+        SPLITS=parts.splits,
+        WIDTH=width,
+        HAS_SINK=sinks is not None,
+        STATS=softmax_max.numel() > 0,
+        LSE=softmax_sum is None,
+        CHAINED=chained,
+        num_warps=4,
         **({"launch_pdl": True} if chained else {}),
-    )  # fmt: skip
+    )

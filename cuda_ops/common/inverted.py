@@ -63,9 +63,19 @@ def _put(to, key, c, total, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _sum(
-    rows, order, starts, sums, out, second, third, FIRST: tl.constexpr, LAST: tl.constexpr,
-    WIDTHS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    rows,
+    order,
+    starts,
+    sums,
+    out,
+    second,
+    third,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     WIDTH: tl.constexpr = WIDTHS[0] + WIDTHS[1] + WIDTHS[2]
     key = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_W)
@@ -103,6 +113,15 @@ def add(
     of which the latter may have none."""
     widths = tuple(out.shape[-1] for out in outs)
     launches.kernel(_sum, by.starts.numel() - 1)(
-        rows, by.order, by.starts, sums, *outs, FIRST=first, LAST=last, WIDTHS=widths,
-        BLOCK_W=triton.next_power_of_2(sum(widths)), BLOCK_N=ADDENDS, num_warps=WARPS,
-    )  # fmt: skip
+        rows,
+        by.order,
+        by.starts,
+        sums,
+        *outs,
+        FIRST=first,
+        LAST=last,
+        WIDTHS=widths,
+        BLOCK_W=triton.next_power_of_2(sum(widths)),
+        BLOCK_N=ADDENDS,
+        num_warps=WARPS,
+    )

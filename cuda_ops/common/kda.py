@@ -122,9 +122,18 @@ def log_decay(x, rate, lower_bound, GATE: tl.constexpr):
 
 @triton.jit
 def gate_input(
-    g, dt_bias, hv, first, length, g_row, columns, K: tl.constexpr, EDGE: tl.constexpr,
-    BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
+    g,
+    dt_bias,
+    hv,
+    first,
+    length,
+    g_row,
+    columns,
+    K: tl.constexpr,
+    EDGE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     """What the gate takes [64, BLOCK_K]."""
     x = chunk_rows(g, first, length, g_row, columns, EDGE, BLOCK_K).to(tl.float32)
     if BIAS:

@@ -53,9 +53,16 @@ def physical_slots(
 
 @triton.jit
 def selected(
-    entry, end, index_row, kv_len, request, start, of, SPARSE_BLOCK: tl.constexpr,
+    entry,
+    end,
+    index_row,
+    kv_len,
+    request,
+    start,
+    of,
+    SPARSE_BLOCK: tl.constexpr,
     LAYOUT: tl.constexpr,
-):  # fmt: skip
+):
     """(outer, inner, valid) of the entries of a row of indices that are below `end`."""
     index = tl.load(index_row + entry // SPARSE_BLOCK, mask=entry < end, other=-1)
     return physical_slots(index, entry, kv_len, request, start, of, SPARSE_BLOCK, LAYOUT)

@@ -137,13 +137,42 @@ def note_of(row, passed, first, stop, of, P: tl.constexpr):
     ]
 )  # fmt: skip
 def _note(
-    notes, cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, window,
-    ratio, ori_reach, cmp_reach, ori_count, cmp_count, LAYOUT: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
+    notes,
+    cu_q,
+    used_q,
+    used_kv,
+    cu_ori,
+    cu_cmp,
+    ori_length,
+    cmp_length,
+    tokens,
+    requests,
+    window,
+    ratio,
+    ori_reach,
+    cmp_reach,
+    ori_count,
+    cmp_count,
+    LAYOUT: tl.constexpr,
+    P: tl.constexpr,
+):
     of = Source(
-        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, window,
-        ratio, ori_reach, cmp_reach, ori_count, cmp_count,
-    )  # fmt: skip
+        cu_q,
+        used_q,
+        used_kv,
+        cu_ori,
+        cu_cmp,
+        ori_length,
+        cmp_length,
+        tokens,
+        requests,
+        window,
+        ratio,
+        ori_reach,
+        cmp_reach,
+        ori_count,
+        cmp_count,
+    )
     row = tl.program_id(0).to(tl.int64)
     passed, first, stop = rows.request_of(row, sums_of(of), LAYOUT)
     note = note_of(row, passed, first, stop, of, P)
@@ -161,9 +190,14 @@ def _note(
 def noted(notes, row):
     at = notes + row * WIDTH
     return Note(
-        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
-        tl.load(at + 5), tl.load(at + 6),
-    )  # fmt: skip
+        tl.load(at),
+        tl.load(at + 1),
+        tl.load(at + 2),
+        tl.load(at + 3),
+        tl.load(at + 4),
+        tl.load(at + 5),
+        tl.load(at + 6),
+    )
 
 
 @triton.jit
@@ -246,9 +280,19 @@ def far_place(entry, number, note, table, pages, size, P: tl.constexpr):
 
 @triton.jit
 def keys_of(
-    entry, is_near, note, ori_index, cmp_index, ori_table, cmp_table, ori_pages, cmp_pages,
-    ori_size, cmp_size, P: tl.constexpr,
-):  # fmt: skip
+    entry,
+    is_near,
+    note,
+    ori_index,
+    cmp_index,
+    ori_table,
+    cmp_table,
+    ori_pages,
+    cmp_pages,
+    ori_size,
+    cmp_size,
+    P: tl.constexpr,
+):
     """(outer, inner, valid) of keys `entry` of one source of a row, whose indices and tables these
     are."""
     if not P.ENTRIES:
@@ -353,21 +397,43 @@ def keys(
     cmp_index, cmp_count = _indices(cmp_sparse_indices, count)
     window = min(ori_win_left + 1, max(ori_reach, 1))
     layout = rows.Layout(
-        PAGE=1, Q_TND=cu_seqlens_q is not None, KEYS=0, CAUSAL=True, HAS_Q=False, HAS_K=False,
+        PAGE=1,
+        Q_TND=cu_seqlens_q is not None,
+        KEYS=0,
+        CAUSAL=True,
+        HAS_Q=False,
+        HAS_K=False,
         REQUESTS=triton.next_power_of_2(requests + 1) if cu_seqlens_q is not None else 1,
-    )  # fmt: skip
+    )
     source = Source(
-        cu_seqlens_q, seqused_q, seqused_kv, cu_seqlens_ori_kv, cu_seqlens_cmp_kv,
-        ori_topk_length, cmp_topk_length, tokens, requests, window, max(cmp_ratio, 1), ori_reach,
-        cmp_reach, ori_count, cmp_count,
-    )  # fmt: skip
+        cu_seqlens_q,
+        seqused_q,
+        seqused_kv,
+        cu_seqlens_ori_kv,
+        cu_seqlens_cmp_kv,
+        ori_topk_length,
+        cmp_topk_length,
+        tokens,
+        requests,
+        window,
+        max(cmp_ratio, 1),
+        ori_reach,
+        cmp_reach,
+        ori_count,
+        cmp_count,
+    )
     return Keys(
         count=count,
         near=ori_count if slots else window,
         far=cmp_count if places.PICKED else cmp_reach,
         arguments=dict(
-            ori_index=ori_index, cmp_index=cmp_index, ori_table=ori_block_table,
-            cmp_table=cmp_block_table, ori_pages=ori_pages, cmp_pages=cmp_pages, ori_size=ori_size,
+            ori_index=ori_index,
+            cmp_index=cmp_index,
+            ori_table=ori_block_table,
+            cmp_table=cmp_block_table,
+            ori_pages=ori_pages,
+            cmp_pages=cmp_pages,
+            ori_size=ori_size,
             cmp_size=cmp_size,
         ),
         strides=tuple(
@@ -377,7 +443,7 @@ def keys(
         places=places,
         source=source._asdict(),
         layout=layout,
-    )  # fmt: skip
+    )
 
 
 def note(keys: Keys, device: torch.device) -> Tensor:

@@ -45,9 +45,24 @@ def _output(
 
 @triton.jit
 def _final_states(
-    x, history, starts, final, n, d, mask, tokens, length, channels, x_batch, x_row,
-    h_sequence, h_column, h_channel, W: tl.constexpr, VARLEN: tl.constexpr,
-):  # fmt: skip
+    x,
+    history,
+    starts,
+    final,
+    n,
+    d,
+    mask,
+    tokens,
+    length,
+    channels,
+    x_batch,
+    x_row,
+    h_sequence,
+    h_column,
+    h_channel,
+    W: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """The last W - 1 tokens of a sequence, and of its history where it is shorter."""
     if VARLEN:
         start, size = span_of(starts, n, tokens)
@@ -65,11 +80,34 @@ def _final_states(
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences", "finishing"])
 def _convolve(
-    x, weight, bias, history, starts, computed, out, final, tokens, length, sequences, finishing,
-    channels, x_batch, x_row, w_tap, w_channel, h_sequence, h_column, h_channel,
-    W: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    history,
+    starts,
+    computed,
+    out,
+    final,
+    tokens,
+    length,
+    sequences,
+    finishing,
+    channels,
+    x_batch,
+    x_row,
+    w_tap,
+    w_channel,
+    h_sequence,
+    h_column,
+    h_channel,
+    W: tl.constexpr,
+    VARLEN: tl.constexpr,
+    SILU: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     tiles = tl.cdiv(channels, BLOCK_D)
     program = tl.program_id(0)
     d = program % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -77,9 +115,24 @@ def _convolve(
     if program < finishing:
         if final is not None:
             _final_states(
-                x, history, starts, final, program // tiles, d, mask, tokens, length, channels,
-                x_batch, x_row, h_sequence, h_column, h_channel, W, VARLEN,
-            )  # fmt: skip
+                x,
+                history,
+                starts,
+                final,
+                program // tiles,
+                d,
+                mask,
+                tokens,
+                length,
+                channels,
+                x_batch,
+                x_row,
+                h_sequence,
+                h_column,
+                h_channel,
+                W,
+                VARLEN,
+            )
     else:
         first = (program - finishing) // tiles * BLOCK_T
         taps = taps_of(weight, d, mask, w_tap, w_channel, W)
@@ -94,9 +147,7 @@ def _convolve(
             rows = ()
             for back in tl.static_range(W - 1):
                 at = place + (back - (W - 1))
-                rows += (
-                    value_at(of_x, row, at, W - 1, d, mask, live, x_row, h_column, h_channel),
-                )  # fmt: skip
+                rows += (value_at(of_x, row, at, W - 1, d, mask, live, x_row, h_column, h_channel),)
             at = of_x + place * x_row + d
             for t in tl.static_range(BLOCK_T):
                 rows += (tl.load(at + tl.cast(t, tl.int64) * x_row, mask=mask, other=0.0),)
@@ -122,9 +173,17 @@ def _convolve(
                     now = total
                     for back in tl.static_range(W):
                         value = value_at(
-                            of_x, row, place - back, W - 1, d, mask, live, x_row, h_column,
+                            of_x,
+                            row,
+                            place - back,
+                            W - 1,
+                            d,
+                            mask,
+                            live,
+                            x_row,
+                            h_column,
                             h_channel,
-                        )  # fmt: skip
+                        )
                         total += value * taps[back]
                         if back == 0:
                             now = value
@@ -177,13 +236,32 @@ def launch(
     programs = finishing + triton.cdiv(tokens, BLOCK_T) * tiles
     if programs > 0:
         launches.kernel(_convolve, programs)(
-            x, weight, bias, history, query_start_loc, computed, out, final, tokens, x.shape[-2],
-            sequences, finishing, channels, 0 if varlen else x.stride(0), x.stride(-2),
-            *weight.stride(), *((0, 0, 0) if history is None else history.stride()),
-            W=weight.shape[0], VARLEN=varlen, SILU=silu, RESIDUAL=residual, BLOCK_T=BLOCK_T,
-            BLOCK_D=BLOCK_D, WHOLE=channels % BLOCK_D == 0, num_warps=max(1, min(4,
-            BLOCK_D // 128)),
-        )  # fmt: skip
+            x,
+            weight,
+            bias,
+            history,
+            query_start_loc,
+            computed,
+            out,
+            final,
+            tokens,
+            x.shape[-2],
+            sequences,
+            finishing,
+            channels,
+            0 if varlen else x.stride(0),
+            x.stride(-2),
+            *weight.stride(),
+            *((0, 0, 0) if history is None else history.stride()),
+            W=weight.shape[0],
+            VARLEN=varlen,
+            SILU=silu,
+            RESIDUAL=residual,
+            BLOCK_T=BLOCK_T,
+            BLOCK_D=BLOCK_D,
+            WHOLE=channels % BLOCK_D == 0,
+            num_warps=max(1, min(4, BLOCK_D // 128)),
+        )
     return out
 
 

@@ -42,9 +42,23 @@ def _through(grad, total, SILU: tl.constexpr):
 
 @triton.jit
 def _number(
-    x, history, sequence, position, size, token, valid, d, on_d,
-    x_batch, x_row, h_sequence, h_column, h_channel, W: tl.constexpr, VARLEN: tl.constexpr,
-):  # fmt: skip
+    x,
+    history,
+    sequence,
+    position,
+    size,
+    token,
+    valid,
+    d,
+    on_d,
+    x_batch,
+    x_row,
+    h_sequence,
+    h_column,
+    h_channel,
+    W: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """The tile [BLOCK_T, BLOCK_D] at positions [BLOCK_T], float32: tokens, what came before them,
     or zeros."""
     now = valid & (position >= 0) & (position < size)
@@ -75,15 +89,42 @@ def _of_final(d_final, back, n, column, d, mask, f_sequence, f_column, f_channel
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def _backward(
-    x, weight, bias, history, starts, d_out, d_final, dx, sums,
-    tokens, length, sequences, channels, strides,
-    W: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    history,
+    starts,
+    d_out,
+    d_final,
+    dx,
+    sums,
+    tokens,
+    length,
+    sequences,
+    channels,
+    strides,
+    W: tl.constexpr,
+    VARLEN: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     (
-        x_batch, x_row, g_batch, g_row, w_tap, w_channel, h_sequence, h_column, h_channel,
-        f_sequence, f_column, f_channel,
-    ) = strides  # fmt: skip
+        x_batch,
+        x_row,
+        g_batch,
+        g_row,
+        w_tap,
+        w_channel,
+        h_sequence,
+        h_column,
+        h_channel,
+        f_sequence,
+        f_column,
+        f_channel,
+    ) = strides
     program = tl.program_id(0)
     tiles = tl.cdiv(channels, BLOCK_D)
     d = program % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -204,15 +245,38 @@ def _backward(
 
 @triton.jit(do_not_specialize=["tokens", "length"])
 def _to_history(
-    x, weight, bias, history, starts, d_out, d_final, d_history,
-    tokens, length, channels, strides,
-    W: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    history,
+    starts,
+    d_out,
+    d_final,
+    d_history,
+    tokens,
+    length,
+    channels,
+    strides,
+    W: tl.constexpr,
+    VARLEN: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """The gradient of a sequence's history, by its first W - 1 tokens."""
     (
-        x_batch, x_row, g_batch, g_row, w_tap, w_channel, h_sequence, h_column, h_channel,
-        f_sequence, f_column, f_channel,
-    ) = strides  # fmt: skip
+        x_batch,
+        x_row,
+        g_batch,
+        g_row,
+        w_tap,
+        w_channel,
+        h_sequence,
+        h_column,
+        h_channel,
+        f_sequence,
+        f_column,
+        f_channel,
+    ) = strides
     tiles = tl.cdiv(channels, BLOCK_D)
     n = tl.program_id(0) // tiles
     d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -232,17 +296,45 @@ def _to_history(
         at = position + tl.zeros([1], tl.int32)
         xs += (
             _number(
-                x, history, sequence, at, size, first + at, at > -W, d, on_d,
-                x_batch, x_row, h_sequence, h_column, h_channel, W, VARLEN,
+                x,
+                history,
+                sequence,
+                at,
+                size,
+                first + at,
+                at > -W,
+                d,
+                on_d,
+                x_batch,
+                x_row,
+                h_sequence,
+                h_column,
+                h_channel,
+                W,
+                VARLEN,
             ),
-        )  # fmt: skip
+        )
     es = ()
     for position in tl.static_range(W - 1):
         at = position + tl.zeros([1], tl.int32)
         grad = _number(
-            d_out, None, sequence, at, size, first + at, at >= 0, d, on_d,
-            g_batch, g_row, 0, 0, 0, W, VARLEN,
-        )  # fmt: skip
+            d_out,
+            None,
+            sequence,
+            at,
+            size,
+            first + at,
+            at >= 0,
+            d,
+            on_d,
+            g_batch,
+            g_row,
+            0,
+            0,
+            0,
+            W,
+            VARLEN,
+        )
         total = start[None]
         for j in tl.static_range(W):
             total += xs[W - 1 + position - j] * taps[j][None]
@@ -294,19 +386,33 @@ def backward(
     chunks = triton.cdiv(tokens, BLOCK_T * blocks)
     sums = memory.empty([chunks, width + 1, channels], torch.float32, x.device)
     strides = (
-        0 if varlen else x.stride(0), x.stride(-2), 0 if varlen else d_out.stride(0),
-        d_out.stride(-2), *weight.stride(),
+        0 if varlen else x.stride(0),
+        x.stride(-2),
+        0 if varlen else d_out.stride(0),
+        d_out.stride(-2),
+        *weight.stride(),
         *((0, 0, 0) if initial_states is None else initial_states.stride()),
         *((0, 0, 0) if d_final_states is None else d_final_states.stride()),
-    )  # fmt: skip
+    )
     flags = dict(W=width, VARLEN=varlen, SILU=activation is not None)
     given = (x, weight, bias, initial_states, query_start_loc, d_out, d_final_states)
     if dx.numel() > 0:
         launches.kernel(_backward, chunks * triton.cdiv(channels, BLOCK_D))(
-            *given, dx, sums, tokens, length, sequences, channels, strides,
-            **flags, BLOCK_T=BLOCK_T, BLOCK_D=BLOCK_D, BLOCKS=blocks, WHOLE=channels % BLOCK_D == 0,
+            *given,
+            dx,
+            sums,
+            tokens,
+            length,
+            sequences,
+            channels,
+            strides,
+            **flags,
+            BLOCK_T=BLOCK_T,
+            BLOCK_D=BLOCK_D,
+            BLOCKS=blocks,
+            WHOLE=channels % BLOCK_D == 0,
             num_warps=max(1, min(4, BLOCK_D // 128)),
-        )  # fmt: skip
+        )
     whole = sums.sum(0)
     d_bias = memory.empty([0], x.dtype, x.device)
     if bias is not None:

@@ -46,15 +46,50 @@ def _before(parents, position, columns):
     do_not_specialize=["length", "tokens", "sequences", "slots", "rows", "steps", "columns"]
 )
 def _update(
-    x, pool, weight, bias, indices, starts, accepted, window, window_rows, parents, zeroed, out,
-    length, tokens, sequences, slots, pad_slot, rows, steps, columns, channels, strides,
-    W: tl.constexpr, L: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr,
-    STORE: tl.constexpr, BLOCK_D: tl.constexpr, ZEROS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    x,
+    pool,
+    weight,
+    bias,
+    indices,
+    starts,
+    accepted,
+    window,
+    window_rows,
+    parents,
+    zeroed,
+    out,
+    length,
+    tokens,
+    sequences,
+    slots,
+    pad_slot,
+    rows,
+    steps,
+    columns,
+    channels,
+    strides,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    VARLEN: tl.constexpr,
+    SILU: tl.constexpr,
+    STORE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ZEROS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     (
-        x_batch, x_row, w_tap, w_channel, s_slot, s_column, s_channel,
-        i_row, i_step, i_column, i_channel,
-    ) = strides  # fmt: skip
+        x_batch,
+        x_row,
+        w_tap,
+        w_channel,
+        s_slot,
+        s_column,
+        s_channel,
+        i_row,
+        i_step,
+        i_column,
+        i_channel,
+    ) = strides
     if CHAINED:
         gdc_launch_dependents()
     tiles = tl.cdiv(channels, BLOCK_D)
@@ -118,10 +153,8 @@ def _update(
         new = ()
         for column in tl.static_range(L):
             new += (
-                value_at(
-                    x, row, column - place, reach, d, mask, live, x_row, s_column, s_channel
-                ),
-            )  # fmt: skip
+                value_at(x, row, column - place, reach, d, mask, live, x_row, s_column, s_channel),
+            )
         # a thread may store what another one loads
         tl.debug_barrier()
         for column in tl.static_range(L):
@@ -184,21 +217,44 @@ def launch(
     window, parents = intermediate_conv_window, retrieve_parent_token
     BLOCK_D = tile(sequences, channels, x.device)
     launches.kernel(_update, sequences * triton.cdiv(channels, BLOCK_D))(
-        x, conv_states, weight, bias, conv_state_indices, query_start_loc, num_accepted_tokens,
-        window, intermediate_state_indices, parents, zeroed, out,
-        x.shape[-2], x.shape[:-1].numel(), sequences, conv_states.shape[0], pad_slot_id,
-        0 if window is None else window.shape[0], 0 if window is None else window.shape[1],
-        0 if parents is None else parents.shape[1], channels,
+        x,
+        conv_states,
+        weight,
+        bias,
+        conv_state_indices,
+        query_start_loc,
+        num_accepted_tokens,
+        window,
+        intermediate_state_indices,
+        parents,
+        zeroed,
+        out,
+        x.shape[-2],
+        x.shape[:-1].numel(),
+        sequences,
+        conv_states.shape[0],
+        pad_slot_id,
+        0 if window is None else window.shape[0],
+        0 if window is None else window.shape[1],
+        0 if parents is None else parents.shape[1],
+        channels,
         (
-            0 if varlen else x.stride(0), x.stride(-2), *weight.stride(), *conv_states.stride(),
+            0 if varlen else x.stride(0),
+            x.stride(-2),
+            *weight.stride(),
+            *conv_states.stride(),
             *((0, 0, 0, 0) if window is None else window.stride()),
         ),
-        W=width, L=conv_states.shape[1], VARLEN=varlen, SILU=activation is not None,
-        STORE=not disable_state_update, BLOCK_D=BLOCK_D,
+        W=width,
+        L=conv_states.shape[1],
+        VARLEN=varlen,
+        SILU=activation is not None,
+        STORE=not disable_state_update,
+        BLOCK_D=BLOCK_D,
         ZEROS=0 if zeroed is None else zeroed.shape[1],
         CHAINED=zeroed is not None and gpu.has_chained_launch(x.device),
         num_warps=max(1, min(4, BLOCK_D // 64)),
-    )  # fmt: skip
+    )
     return out
 
 

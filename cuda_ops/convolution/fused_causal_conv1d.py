@@ -40,9 +40,19 @@ def _slot(lines, n, block, blocks, slots, pad_slot, valid):
 
 @triton.jit
 def _columns(
-    x, row, live, reach, size, d, mask, x_row, s_column, s_channel,
-    FIRST: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
+    x,
+    row,
+    live,
+    reach,
+    size,
+    d,
+    mask,
+    x_row,
+    s_column,
+    s_channel,
+    FIRST: tl.constexpr,
+    L: tl.constexpr,
+):
     """What columns FIRST to L - 1 of a row hold after `size` tokens."""
     new = ()
     for column in tl.static_range(FIRST, L):
@@ -55,9 +65,20 @@ def _columns(
 
 @triton.jit
 def _store(
-    new, pool, slot, valid, reach, size, d, mask, s_slot, s_column, s_channel,
-    FIRST: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
+    new,
+    pool,
+    slot,
+    valid,
+    reach,
+    size,
+    d,
+    mask,
+    s_slot,
+    s_column,
+    s_channel,
+    FIRST: tl.constexpr,
+    L: tl.constexpr,
+):
     for column in tl.static_range(FIRST, L):
         to = pool + slot * s_slot + tl.cast(column, tl.int64) * s_column
         to += d.to(tl.int64) * s_channel
@@ -67,11 +88,33 @@ def _store(
 
 @triton.jit(do_not_specialize=["length", "tokens", "slots", "blocks", "block_size"])
 def _push(
-    x, pool, lines, starts, accepted, computed, first_block, last_block, read_block, history,
-    length, tokens, slots, pad_slot, blocks, block_size, channels,
-    x_batch, x_row, s_slot, s_column, s_channel,
-    W: tl.constexpr, L: tl.constexpr, VARLEN: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x,
+    pool,
+    lines,
+    starts,
+    accepted,
+    computed,
+    first_block,
+    last_block,
+    read_block,
+    history,
+    length,
+    tokens,
+    slots,
+    pad_slot,
+    blocks,
+    block_size,
+    channels,
+    x_batch,
+    x_row,
+    s_slot,
+    s_column,
+    s_channel,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     tiles = tl.cdiv(channels, BLOCK_D)
     n = tl.program_id(0) // tiles
     d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -124,9 +167,20 @@ def _push(
                 x, row, live, reach, boundary, d, mask, x_row, s_column, s_channel, KEPT, L
             )
             _store(
-                new, pool, slot, valid, reach, boundary, d, mask, s_slot, s_column, s_channel, KEPT,
+                new,
+                pool,
+                slot,
+                valid,
+                reach,
+                boundary,
+                d,
+                mask,
+                s_slot,
+                s_column,
+                s_channel,
+                KEPT,
                 L,
-            )  # fmt: skip
+            )
     slot, valid = _slot(lines, n, write, blocks, slots, pad_slot, some)
     _store(last, pool, slot, valid, reach, size, d, mask, s_slot, s_column, s_channel, 0, L)
 
@@ -163,18 +217,41 @@ def forward(
     if history.numel() > 0:
         BLOCK_D = min(256, max(16, triton.next_power_of_2(channels)))
         launches.kernel(_push, sequences * triton.cdiv(channels, BLOCK_D))(
-            x, conv_states, cache_indices, starts, num_accepted_tokens, num_computed_tokens,
-            block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx,
-            history, x.shape[-2], x.shape[:-1].numel(), conv_states.shape[0],
+            x,
+            conv_states,
+            cache_indices,
+            starts,
+            num_accepted_tokens,
+            num_computed_tokens,
+            block_idx_first_scheduled_token,
+            block_idx_last_scheduled_token,
+            initial_state_idx,
+            history,
+            x.shape[-2],
+            x.shape[:-1].numel(),
+            conv_states.shape[0],
             # None: no slot stands for none
             -1 if pad_slot_id is None else pad_slot_id,
             1 if cache_indices is None or cache_indices.ndim == 1 else cache_indices.shape[1],
-            128 if block_size is None else block_size, channels,
-            0 if starts is not None else x.stride(0), x.stride(-2), *conv_states.stride(),
-            W=width, L=conv_states.shape[1], VARLEN=starts is not None, BLOCK_D=BLOCK_D,
+            128 if block_size is None else block_size,
+            channels,
+            0 if starts is not None else x.stride(0),
+            x.stride(-2),
+            *conv_states.stride(),
+            W=width,
+            L=conv_states.shape[1],
+            VARLEN=starts is not None,
+            BLOCK_D=BLOCK_D,
             num_warps=max(1, min(4, BLOCK_D // 64)),
-        )  # fmt: skip
+        )
     return causal_conv1d.launch(
-        x, weight, bias, history, starts, activation in ("silu", "swish"), None,
-        num_computed_tokens if conv_mode == "pangu" else None, bool(residual_connection),
-    )  # fmt: skip
+        x,
+        weight,
+        bias,
+        history,
+        starts,
+        activation in ("silu", "swish"),
+        None,
+        num_computed_tokens if conv_mode == "pangu" else None,
+        bool(residual_connection),
+    )

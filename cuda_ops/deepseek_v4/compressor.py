@@ -190,10 +190,29 @@ def members(
     ]
 )  # fmt: skip
 def _pool(
-    product, run_stride, ape, state, state_page, pooled, peaks,
-    bounds, used, starts, table, tokens, requests, table_stride, columns, pages, page, each,
-    C: tl.constexpr, PEAKS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
-):  # fmt: skip
+    product,
+    run_stride,
+    ape,
+    state,
+    state_page,
+    pooled,
+    peaks,
+    bounds,
+    used,
+    starts,
+    table,
+    tokens,
+    requests,
+    table_stride,
+    columns,
+    pages,
+    page,
+    each,
+    C: tl.constexpr,
+    PEAKS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
     """C of a row in some channels; PEAKS: and log(sum exp z), for the gradient."""
     of = Requests(bounds, used, starts, table, tokens, requests, table_stride, columns, pages, page)
     row = tl.program_id(0)
@@ -249,11 +268,33 @@ def partners(d, D: tl.constexpr, E: tl.constexpr):
     ]
 )  # fmt: skip
 def _finish(
-    pooled, norm, sin, cos, angle_row, eps, out, values, scales, channels, values_page,
-    scales_page, channels_page,
-    entry_table, entry_stride, entry_columns, entry_pages, entry_page,
-    bounds, used, starts, tokens, requests, each, C: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
+    pooled,
+    norm,
+    sin,
+    cos,
+    angle_row,
+    eps,
+    out,
+    values,
+    scales,
+    channels,
+    values_page,
+    scales_page,
+    channels_page,
+    entry_table,
+    entry_stride,
+    entry_columns,
+    entry_pages,
+    entry_page,
+    bounds,
+    used,
+    starts,
+    tokens,
+    requests,
+    each,
+    C: tl.constexpr,
+    E: tl.constexpr,
+):
     of = Requests(bounds, used, starts, bounds, tokens, requests, 0, 0, 0, 0)
     row = tl.program_id(0)
     request, number = window_of(row, each, of, C)
@@ -299,9 +340,10 @@ def _finish(
             tl.store(to + tile[:, None] * 64 + lane, code, mask=there & (tile < 7)[:, None])
             exponent = tl.where(tile < 7, by.to(tl.int32, bitcast=True) >> 23, 0)
             tl.store(
-                scales + entry * scales_page + inner * 8 + tile, exponent.to(tl.uint8),
+                scales + entry * scales_page + inner * 8 + tile,
+                exponent.to(tl.uint8),
                 mask=there & (tile < 8),
-            )  # fmt: skip
+            )
             to = channels + entry * channels_page + inner * 288
             to += (tile[:, None] - 7) * 64 + lane
             tl.store(to, y.to(channels.dtype.element_ty), mask=there & (tile == 7)[:, None])
@@ -320,10 +362,24 @@ def _finish(
 
 @triton.jit(do_not_specialize=["tokens", "requests", "table_stride", "columns", "pages", "page"])
 def _keep(
-    product, run_stride, ape, state, state_page,
-    bounds, used, starts, table, tokens, requests, table_stride, columns, pages, page,
-    C: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
+    product,
+    run_stride,
+    ape,
+    state,
+    state_page,
+    bounds,
+    used,
+    starts,
+    table,
+    tokens,
+    requests,
+    table_stride,
+    columns,
+    pages,
+    page,
+    C: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
     """The state of a token, or of those that a ring has room for."""
     of = Requests(bounds, used, starts, table, tokens, requests, table_stride, columns, pages, page)
     WIDTH: tl.constexpr = C.COFF * C.D
@@ -399,30 +455,52 @@ def pool(
     packed = cu_seqlens is not None
     requests = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else x.shape[0]
     constants = Constants(
-        PACKED=packed, REQUESTS=power_of_two(requests) if packed else 1, USED=seqused is not None,
-        STARTS=start_pos is not None, RATIO=ratio, COFF=coff, D=size, RUNS=product.shape[0],
-        STATE=state is not None, RING=ring,
-    )  # fmt: skip
+        PACKED=packed,
+        REQUESTS=power_of_two(requests) if packed else 1,
+        USED=seqused is not None,
+        STARTS=start_pos is not None,
+        RATIO=ratio,
+        COFF=coff,
+        D=size,
+        RUNS=product.shape[0],
+        STATE=state is not None,
+        RING=ring,
+    )
     given = dict(
-        bounds=x if cu_seqlens is None else cu_seqlens, used=x if seqused is None else seqused,
+        bounds=x if cu_seqlens is None else cu_seqlens,
+        used=x if seqused is None else seqused,
         starts=x if start_pos is None else start_pos,
-        tokens=flat.shape[0] if packed else x.shape[1], requests=requests,
-    )  # fmt: skip
+        tokens=flat.shape[0] if packed else x.shape[1],
+        requests=requests,
+    )
     pages = dict(
-        table=x if table is None else table, table_stride=0 if table is None else table.stride(0),
+        table=x if table is None else table,
+        table_stride=0 if table is None else table.stride(0),
         columns=0 if table is None else table.shape[1],
-        pages=0 if state is None else state.shape[0], page=1 if state is None else state.shape[1],
-    )  # fmt: skip
+        pages=0 if state is None else state.shape[0],
+        page=1 if state is None else state.shape[1],
+    )
     count = torch.Size(shape).numel()
     out = memory.empty((count, size), torch.float32, x.device)
     logs = memory.empty((count, size), torch.float32, x.device) if peaks else None
     block = min(BLOCK, power_of_two(size))
     launches.kernel(_pool, count, triton.cdiv(size, block))(
-        product, product.stride(0), ape, product if state is None else state,
-        0 if state is None else state.stride(0), out, out if logs is None else logs,
-        **given, **pages, each=max(shape[-1], 1), C=constants, PEAKS=peaks, BLOCK_D=block,
-        BLOCK_L=min(16, power_of_two(coff * ratio)), num_warps=4,
-    )  # fmt: skip
+        product,
+        product.stride(0),
+        ape,
+        product if state is None else state,
+        0 if state is None else state.stride(0),
+        out,
+        out if logs is None else logs,
+        **given,
+        **pages,
+        each=max(shape[-1], 1),
+        C=constants,
+        PEAKS=peaks,
+        BLOCK_D=block,
+        BLOCK_L=min(16, power_of_two(coff * ratio)),
+        num_warps=4,
+    )
     return Pooled(product, out, logs, max(shape[-1], 1), given | pages, constants)
 
 
@@ -433,10 +511,15 @@ def ending(
     full = rope_sin.shape[-1] == rotary
     given = dict(OUT=True, CACHE=False, KIND=quantise.PLAIN.value, BF16=False)
     return Ending(
-        BLOCK_D=power_of_two(size), DR=rotary, PAIRS=pairs, STEP=2 if full and pairs else 1,
-        HADAMARD=hadamard, SCALE=size**-0.5, ROUNDS=power_of_two(size).bit_length() - 1,
+        BLOCK_D=power_of_two(size),
+        DR=rotary,
+        PAIRS=pairs,
+        STEP=2 if full and pairs else 1,
+        HADAMARD=hadamard,
+        SCALE=size**-0.5,
+        ROUNDS=power_of_two(size).bit_length() - 1,
         **given | more,
-    )  # fmt: skip
+    )
 
 
 def angles(rope_sin: Tensor, rope_cos: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -464,14 +547,26 @@ def finish(
     absent = made.rows
     given = {n: made.requests[n] for n in ("bounds", "used", "starts", "tokens", "requests")}
     launches.kernel(_finish, made.rows.shape[0])(
-        made.rows, norm_weight, sin, cos, angle_row, eps, out,
+        made.rows,
+        norm_weight,
+        sin,
+        cos,
+        angle_row,
+        eps,
+        out,
         *(absent if part is None else part for part in (values, scales, channels)),
         *(0 if part is None else part.stride(0) for part in (values, scales, channels)),
-        absent if table is None else table, 0 if table is None else table.stride(0),
-        0 if table is None else table.shape[1], 0 if values is None else values.shape[0],
-        1 if values is None else values.shape[1], **given, each=made.each, C=made.constants, E=end,
+        absent if table is None else table,
+        0 if table is None else table.stride(0),
+        0 if table is None else table.shape[1],
+        0 if values is None else values.shape[0],
+        1 if values is None else values.shape[1],
+        **given,
+        each=made.each,
+        C=made.constants,
+        E=end,
         num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def forward(
@@ -506,9 +601,20 @@ def forward(
     if nothing(x, cu_seqlens, size):
         return out.zero_()
     made = pool(
-        x, wkv, wgate, ape, size, shape, cu_seqlens, seqused, start_pos, coff, state_cache,
-        state_block_table, cache_mode == compressed.RING,
-    )  # fmt: skip
+        x,
+        wkv,
+        wgate,
+        ape,
+        size,
+        shape,
+        cu_seqlens,
+        seqused,
+        start_pos,
+        coff,
+        state_cache,
+        state_block_table,
+        cache_mode == compressed.RING,
+    )
     stored = dict(CACHE=cmp_cache is not None and cmp_cache.numel() > 0, OUT=return_cmp_kv)
     values, scales, channels = cmp_cache, cmp_scale_cache, None
     if cmp_cache is not None and kind == "fp8" and size == quantised.V4_WIDTH:
@@ -525,16 +631,32 @@ def forward(
     end = ending(rope_sin, size, rope_head_dim, rotary_mode, hadamard, **stored)
     if return_cmp_kv or end.CACHE:
         finish(
-            made, norm_weight, rope_sin, rope_cos, norm_eps, out, end, values, scales,
-            channels, cmp_block_table,
-        )  # fmt: skip
+            made,
+            norm_weight,
+            rope_sin,
+            rope_cos,
+            norm_eps,
+            out,
+            end,
+            values,
+            scales,
+            channels,
+            cmp_block_table,
+        )
     width = 2 * coff * size
     tokens = made.product.shape[1]
     if state_cache.numel() and state_block_table.numel():
         launches.kernel(_keep, tokens, triton.cdiv(width, WIDE))(
-            made.product, made.product.stride(0), ape, state_cache, state_cache.stride(0),
-            **made.requests, C=made.constants, BLOCK_W=min(WIDE, power_of_two(width)), num_warps=4,
-        )  # fmt: skip
+            made.product,
+            made.product.stride(0),
+            ape,
+            state_cache,
+            state_cache.stride(0),
+            **made.requests,
+            C=made.constants,
+            BLOCK_W=min(WIDE, power_of_two(width)),
+            num_warps=4,
+        )
     return out
 
 

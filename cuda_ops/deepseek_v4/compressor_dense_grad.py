@@ -43,9 +43,25 @@ __all__ = ["backward", "unsupported"]
 
 @triton.jit(do_not_specialize=["tokens", "requests", "each"])
 def _entry(
-    d_out, d_row, pooled, norm, sin, cos, angle_row, eps, d_pooled, d_norm,
-    bounds, used, starts, tokens, requests, each, C: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
+    d_out,
+    d_row,
+    pooled,
+    norm,
+    sin,
+    cos,
+    angle_row,
+    eps,
+    d_pooled,
+    d_norm,
+    bounds,
+    used,
+    starts,
+    tokens,
+    requests,
+    each,
+    C: tl.constexpr,
+    E: tl.constexpr,
+):
     """d C of a row, and what it adds to the gradient of the norm's weight."""
     of = Requests(bounds, used, starts, bounds, tokens, requests, 0, 0, 0, 0)
     row = tl.program_id(0)
@@ -75,10 +91,23 @@ def _entry(
 
 @triton.jit(do_not_specialize=["tokens", "requests", "each"])
 def _tokens(
-    product, run_stride, ape, pooled, logs, d_pooled, d_product,
-    bounds, used, starts, tokens, requests, each,
-    C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
-):  # fmt: skip
+    product,
+    run_stride,
+    ape,
+    pooled,
+    logs,
+    d_pooled,
+    d_product,
+    bounds,
+    used,
+    starts,
+    tokens,
+    requests,
+    each,
+    C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
     """d kv and d z of the tokens of a row's window, in some channels."""
     of = Requests(bounds, used, starts, bounds, tokens, requests, 0, 0, 0, 0)
     WIDTH: tl.constexpr = C.COFF * C.D
@@ -106,9 +135,17 @@ def _tokens(
 
 @triton.jit(do_not_specialize=["tokens", "requests"])
 def _places(
-    d_product, d_ape, bounds, used, starts, tokens, requests,
-    C: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_L: tl.constexpr,
-):  # fmt: skip
+    d_product,
+    d_ape,
+    bounds,
+    used,
+    starts,
+    tokens,
+    requests,
+    C: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
     """The gradient of one place in a window."""
     of = Requests(bounds, used, starts, bounds, tokens, requests, 0, 0, 0, 0)
     WIDTH: tl.constexpr = C.COFF * C.D
@@ -151,27 +188,61 @@ def backward(
         d_norm = memory.empty(norm_weight.shape, norm_weight.dtype, device)
         return *others, d_ape.zero_(), d_norm.zero_()
     made = pool(
-        x, wkv, wgate, ape, size, shape, cu_seqlens, seqused, None, coff, None, None, False,
+        x,
+        wkv,
+        wgate,
+        ape,
+        size,
+        shape,
+        cu_seqlens,
+        seqused,
+        None,
+        coff,
+        None,
+        None,
+        False,
         peaks=True,
-    )  # fmt: skip
+    )
     d_pooled = memory.empty(made.rows.shape, torch.float32, device)
     d_norm = memory.empty(made.rows.shape, torch.float32, device)
     grads = d_out.flatten(0, -2)
     sin, cos, angle_row = angles(rope_sin, rope_cos)
     given = {n: made.requests[n] for n in ("bounds", "used", "starts", "tokens", "requests")}
     launches.kernel(_entry, made.rows.shape[0])(
-        grads, grads.stride(0), made.rows, norm_weight, sin, cos, angle_row, norm_eps, d_pooled,
-        d_norm, **given, each=made.each, C=made.constants,
-        E=ending(rope_sin, size, rope_head_dim, rotary_mode, hadamard), num_warps=4,
-    )  # fmt: skip
+        grads,
+        grads.stride(0),
+        made.rows,
+        norm_weight,
+        sin,
+        cos,
+        angle_row,
+        norm_eps,
+        d_pooled,
+        d_norm,
+        **given,
+        each=made.each,
+        C=made.constants,
+        E=ending(rope_sin, size, rope_head_dim, rotary_mode, hadamard),
+        num_warps=4,
+    )
     tokens = made.product.shape[1]
     d_product = memory.empty((tokens, 2 * width), torch.float32, device).zero_()
     block = min(BLOCK, power_of_two(size))
     launches.kernel(_tokens, made.rows.shape[0], triton.cdiv(size, block))(
-        made.product, made.product.stride(0), ape, made.rows, made.peaks, d_pooled, d_product,
-        **given, each=made.each, C=made.constants, BLOCK_D=block,
-        BLOCK_L=min(16, power_of_two(coff * cmp_ratio)), num_warps=4,
-    )  # fmt: skip
+        made.product,
+        made.product.stride(0),
+        ape,
+        made.rows,
+        made.peaks,
+        d_pooled,
+        d_product,
+        **given,
+        each=made.each,
+        C=made.constants,
+        BLOCK_D=block,
+        BLOCK_L=min(16, power_of_two(coff * cmp_ratio)),
+        num_warps=4,
+    )
     block = min(BLOCK, power_of_two(width))
     launches.kernel(_places, cmp_ratio, triton.cdiv(width, block))(
         d_product, d_ape, **given, C=made.constants, BLOCK_W=block, BLOCK_L=16, num_warps=4

@@ -44,11 +44,26 @@ BLOCK = 1024  # numbers that a program of _added takes
 
 @triton.jit(do_not_specialize=["tokens"])
 def _groups(
-    x, w, sin, cos, out, tokens,
-    HEADS: tl.constexpr, D: tl.constexpr, DR: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
-    RUN: tl.constexpr, NZ: tl.constexpr, C0: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    sin,
+    cos,
+    out,
+    tokens,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DR: tl.constexpr,
+    GROUPS: tl.constexpr,
+    N: tl.constexpr,
+    RUN: tl.constexpr,
+    NZ: tl.constexpr,
+    C0: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """out [RUNS, T, GROUPS N]: one program a block of tokens, a group's block of columns, a run."""
     K: tl.constexpr = HEADS // GROUPS * D
     BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -103,9 +118,19 @@ def _added(partial, out, size, RUNS: tl.constexpr, BLOCK: tl.constexpr, CHAINED:
 
 @triton.jit(do_not_specialize=["tokens"])
 def _turned(
-    x, sin, cos, out, tokens, HEADS: tl.constexpr, D: tl.constexpr, DR: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr, FIRST: tl.constexpr,
-):  # fmt: skip
+    x,
+    sin,
+    cos,
+    out,
+    tokens,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DR: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+    FIRST: tl.constexpr,
+):
     """One program: heads of a token, turned back, into out [GROUPS, T, HEADS / GROUPS, D]."""
     OF_GROUP: tl.constexpr = HEADS // GROUPS
     BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
@@ -135,9 +160,15 @@ def _whole(partial: Tensor, dtype: torch.dtype) -> Tensor:
     out = memory.empty(partial.shape[1:], dtype, partial.device)
     chained = gpu.has_chained_launch(partial.device)
     launches.kernel(_added, cdiv(out.numel(), BLOCK))(
-        partial, out, out.numel(), RUNS=partial.shape[0], BLOCK=BLOCK, CHAINED=chained,
-        num_warps=4, launch_pdl=chained,
-    )  # fmt: skip
+        partial,
+        out,
+        out.numel(),
+        RUNS=partial.shape[0],
+        BLOCK=BLOCK,
+        CHAINED=chained,
+        num_warps=4,
+        launch_pdl=chained,
+    )
     return out
 
 
@@ -158,13 +189,28 @@ def _by_groups(
     programs = cdiv(tokens, BLOCK_T) * groups * cdiv(ranks, config.columns)
     linear = weight_format == "linear"  # NZ of one column a panel
     launches.kernel(_groups, programs, runs)(
-        x, w, sin, cos, out, tokens,
-        HEADS=heads, D=size, DR=sin.shape[-1], GROUPS=groups, N=ranks, RUN=run,
+        x,
+        w,
+        sin,
+        cos,
+        out,
+        tokens,
+        HEADS=heads,
+        D=size,
+        DR=sin.shape[-1],
+        GROUPS=groups,
+        N=ranks,
+        RUN=run,
         NZ=linear or w.ndim == 5 or nz.is_nz(w[0], weight_format),
-        C0=1 if linear else nz.columns(x.dtype), BLOCK_T=BLOCK_T, BLOCK_N=config.columns,
-        BLOCK_K=config.k, STAGES=min(config.stages, 3), CHAINED=chained, num_warps=config.warps,
+        C0=1 if linear else nz.columns(x.dtype),
+        BLOCK_T=BLOCK_T,
+        BLOCK_N=config.columns,
+        BLOCK_K=config.k,
+        STAGES=min(config.stages, 3),
+        CHAINED=chained,
+        num_warps=config.warps,
         launch_pdl=chained,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -225,8 +271,19 @@ def _turned_back(
     chained = gpu.has_chained_launch(attn_out.device)
     tokens = batch * steps
     launches.kernel(_turned, tokens * cdiv(heads, block))(
-        attn_out, rope_sin, rope_cos, out, tokens,
-        HEADS=heads, D=size, DR=rope_sin.shape[-1], GROUPS=groups, BLOCK=block, CHAINED=chained,
-        FIRST=first, num_warps=4, launch_pdl=chained,
-    )  # fmt: skip
+        attn_out,
+        rope_sin,
+        rope_cos,
+        out,
+        tokens,
+        HEADS=heads,
+        D=size,
+        DR=rope_sin.shape[-1],
+        GROUPS=groups,
+        BLOCK=block,
+        CHAINED=chained,
+        FIRST=first,
+        num_warps=4,
+        launch_pdl=chained,
+    )
     return out

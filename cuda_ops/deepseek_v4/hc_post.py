@@ -38,9 +38,17 @@ def _blend(x, residual, post, comb, out, hidden, BLOCK_D: tl.constexpr):
     for k in tl.static_range(4):
         c = comb + token * 16 + k
         tile = blended(
-            u, r0, r1, r2, r3, tl.load(post + token * 4 + k), tl.load(c), tl.load(c + 4),
-            tl.load(c + 8), tl.load(c + 12),
-        )  # fmt: skip
+            u,
+            r0,
+            r1,
+            r2,
+            r3,
+            tl.load(post + token * 4 + k),
+            tl.load(c),
+            tl.load(c + 4),
+            tl.load(c + 8),
+            tl.load(c + 12),
+        )
         tl.store(out + row + k * hidden, tile.to(out.dtype.element_ty), mask=mask)
 
 

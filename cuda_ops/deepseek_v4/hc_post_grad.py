@@ -27,7 +27,7 @@ from . import hyper_connections
 @triton.jit
 def _backward(
     x, residual, post, comb, d_out, d_x, d_residual, d_post, d_comb, hidden, BLOCK_D: tl.constexpr
-):  # fmt: skip
+):
     token = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, 4)
     of_comb = token * 16 + 4 * j[:, None] + j[None, :]

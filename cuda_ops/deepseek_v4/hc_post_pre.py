@@ -44,7 +44,17 @@ def forward(
         made = streams.flatten(0, -3)
         partial = mix(residual.flatten(0, -3), hc_fn, (x, post, comb, made))
         gates(
-            made, partial, hc_fn, hc_scale, hc_base, hc_sinkhorn_iters, norm_eps, hc_eps,
-            norm_weight, y, next_post, next_comb,
-        )  # fmt: skip
+            made,
+            partial,
+            hc_fn,
+            hc_scale,
+            hc_base,
+            hc_sinkhorn_iters,
+            norm_eps,
+            hc_eps,
+            norm_weight,
+            y,
+            next_post,
+            next_comb,
+        )
     return streams, y, next_post, next_comb

@@ -44,10 +44,24 @@ BLOCK_D = 64  # channels of a step: two of them with their rows of hc_fn take 87
 
 @triton.jit(do_not_specialize=["tokens"])
 def _mix(
-    x, fn, partial, layer, post, comb, streams, tokens, hidden, run,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, BEHIND: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    x,
+    fn,
+    partial,
+    layer,
+    post,
+    comb,
+    streams,
+    tokens,
+    hidden,
+    run,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BEHIND: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """BEHIND: x are the streams in front of a sublayer that gave `layer`; those behind it are
     made, written to `streams`, and multiplied."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -73,13 +87,17 @@ def _mix(
             if BEHIND:
                 c = comb + t * 16 + k
                 tile = blended(
-                    u, r0, r1, r2, r3,
+                    u,
+                    r0,
+                    r1,
+                    r2,
+                    r3,
                     tl.load(post + t * 4 + k, mask=there, other=0.0)[:, None],
                     tl.load(c, mask=there, other=0.0)[:, None],
                     tl.load(c + 4, mask=there, other=0.0)[:, None],
                     tl.load(c + 8, mask=there, other=0.0)[:, None],
                     tl.load(c + 12, mask=there, other=0.0)[:, None],
-                ).to(streams.dtype.element_ty)  # fmt: skip
+                ).to(streams.dtype.element_ty)
                 tl.store(streams + row + k * hidden, tile, mask=mask)
             else:
                 tile = tl.load(x + row + k * hidden, mask=mask, other=0.0)
@@ -98,10 +116,26 @@ def _mix(
 
 @triton.jit(do_not_specialize=["tokens", "runs", "iters", "norm_eps", "hc_eps"])
 def _gates(
-    x, partial, scale, base, weight, y, post, comb, tokens, runs, hidden, iters, norm_eps, hc_eps,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, BLOCK_D: tl.constexpr,
+    x,
+    partial,
+    scale,
+    base,
+    weight,
+    y,
+    post,
+    comb,
+    tokens,
+    runs,
+    hidden,
+    iters,
+    norm_eps,
+    hc_eps,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     CHAINED: tl.constexpr,
-):  # fmt: skip
+):
     token = tl.program_id(0).to(tl.int64)
     if CHAINED:
         gdc_launch_dependents()
@@ -141,30 +175,71 @@ def mix(
     chained = gpu.has_chained_launch(x.device)
     layer, post, comb, streams = behind or (x, fn, fn, x)
     launches.kernel(_mix, blocks, runs)(
-        x, fn, partial, layer, post, comb, streams, tokens, hidden, run,
-        COUNT=fn.shape[0], WIDTH=width, BEHIND=behind is not None,
-        HALF=x.dtype is not torch.float32, BLOCK_T=BLOCK_T, BLOCK_D=BLOCK_D, CHAINED=chained,
-        num_warps=4, num_stages=2, launch_pdl=chained,
-    )  # fmt: skip
+        x,
+        fn,
+        partial,
+        layer,
+        post,
+        comb,
+        streams,
+        tokens,
+        hidden,
+        run,
+        COUNT=fn.shape[0],
+        WIDTH=width,
+        BEHIND=behind is not None,
+        HALF=x.dtype is not torch.float32,
+        BLOCK_T=BLOCK_T,
+        BLOCK_D=BLOCK_D,
+        CHAINED=chained,
+        num_warps=4,
+        num_stages=2,
+        launch_pdl=chained,
+    )
     return partial
 
 
 def gates(
-    x: Tensor, partial: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor,
-    hc_sinkhorn_iters: int, norm_eps: float, hc_eps: float, norm_weight: Tensor | None,
-    y: Tensor, post: Tensor, comb: Tensor,
-) -> None:  # fmt: skip
+    x: Tensor,
+    partial: Tensor,
+    hc_fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    hc_sinkhorn_iters: int,
+    norm_eps: float,
+    hc_eps: float,
+    norm_weight: Tensor | None,
+    y: Tensor,
+    post: Tensor,
+    comb: Tensor,
+) -> None:
     """Of streams x [T, 4, h] and their products, into y, post and comb."""
     tokens, _, hidden = x.shape
     runs, _, width = partial.shape
     chained = gpu.has_chained_launch(x.device)
     launches.kernel(_gates, tokens)(
-        x, partial, hc_scale, hc_base, hc_base if norm_weight is None else norm_weight, y, post,
-        comb, tokens, runs, hidden, hc_sinkhorn_iters, norm_eps, hc_eps,
-        COUNT=hc_fn.shape[0], WIDTH=width, NORM=norm_weight is not None,
-        BLOCK_D=power_of_two(hidden), CHAINED=chained, num_warps=hyper_connections.warps(hidden),
+        x,
+        partial,
+        hc_scale,
+        hc_base,
+        hc_base if norm_weight is None else norm_weight,
+        y,
+        post,
+        comb,
+        tokens,
+        runs,
+        hidden,
+        hc_sinkhorn_iters,
+        norm_eps,
+        hc_eps,
+        COUNT=hc_fn.shape[0],
+        WIDTH=width,
+        NORM=norm_weight is not None,
+        BLOCK_D=power_of_two(hidden),
+        CHAINED=chained,
+        num_warps=hyper_connections.warps(hidden),
         launch_pdl=chained,
-    )  # fmt: skip
+    )
 
 
 def outputs(x: Tensor, hc_fn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,7 +270,17 @@ def forward(
     streams = x.flatten(0, -3)
     if x.numel():
         gates(
-            streams, mix(streams, hc_fn), hc_fn, hc_scale, hc_base, hc_sinkhorn_iters, norm_eps,
-            hc_eps, norm_weight, y, post, comb,
-        )  # fmt: skip
+            streams,
+            mix(streams, hc_fn),
+            hc_fn,
+            hc_scale,
+            hc_base,
+            hc_sinkhorn_iters,
+            norm_eps,
+            hc_eps,
+            norm_weight,
+            y,
+            post,
+            comb,
+        )
     return y, post, comb

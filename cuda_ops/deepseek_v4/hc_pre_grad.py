@@ -63,11 +63,32 @@ def _back(first, grad, noted, iters, eps):
 
 @triton.jit(do_not_specialize=["tokens", "runs", "iters", "norm_eps", "hc_eps", "each"])
 def _inner(
-    x, partial, scale, base, weight, d_y, d_post, d_comb, products, kept, noted, sums, of_norm,
-    tokens, runs, hidden, iters, norm_eps, hc_eps, each,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr,
+    x,
+    partial,
+    scale,
+    base,
+    weight,
+    d_y,
+    d_post,
+    d_comb,
+    products,
+    kept,
+    noted,
+    sums,
+    of_norm,
+    tokens,
+    runs,
+    hidden,
+    iters,
+    norm_eps,
+    hc_eps,
+    each,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEPT: tl.constexpr,
+    NORM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     program = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, 4)
     square = 4 * j[:, None] + j[None, :]
@@ -142,10 +163,22 @@ def _inner(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _streams(
-    x, fn, weight, d_y, products, kept, d_x, tokens, hidden,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x,
+    fn,
+    weight,
+    d_y,
+    products,
+    kept,
+    d_x,
+    tokens,
+    hidden,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEPT: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     m = tl.arange(0, WIDTH)
@@ -182,10 +215,17 @@ def _streams(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _weights(
-    x, products, d_fn, tokens, deep,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr,
+    x,
+    products,
+    d_fn,
+    tokens,
+    deep,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     m = tl.arange(0, WIDTH)
     acc = tl.zeros([BLOCK_D, WIDTH], tl.float32)
@@ -244,20 +284,60 @@ def backward(
         shape = dict(COUNT=count, WIDTH=width)
         norm = dict(KEPT=KEPT, NORM=norm_weight is not None)
         launches.kernel(_inner, programs)(
-            streams, partial, hc_scale, hc_base, weight, d_y, d_post, d_comb, products, kept,
-            noted, sums, of_norm, tokens, runs, hidden, hc_sinkhorn_iters, norm_eps, hc_eps, each,
-            BLOCK_D=power_of_two(hidden), num_warps=hyper_connections.warps(hidden),
-            **shape, **norm,
-        )  # fmt: skip
+            streams,
+            partial,
+            hc_scale,
+            hc_base,
+            weight,
+            d_y,
+            d_post,
+            d_comb,
+            products,
+            kept,
+            noted,
+            sums,
+            of_norm,
+            tokens,
+            runs,
+            hidden,
+            hc_sinkhorn_iters,
+            norm_eps,
+            hc_eps,
+            each,
+            BLOCK_D=power_of_two(hidden),
+            num_warps=hyper_connections.warps(hidden),
+            **shape,
+            **norm,
+        )
         BLOCK_T = min(32, max(16, power_of_two(tokens)))
         launches.kernel(_streams, cdiv(tokens, BLOCK_T), cdiv(hidden, 64))(
-            streams, hc_fn, weight, d_y, products, kept, d_x, tokens, hidden,
-            BLOCK_T=BLOCK_T, BLOCK_D=64, num_warps=4, **shape, **norm,
-        )  # fmt: skip
+            streams,
+            hc_fn,
+            weight,
+            d_y,
+            products,
+            kept,
+            d_x,
+            tokens,
+            hidden,
+            BLOCK_T=BLOCK_T,
+            BLOCK_D=64,
+            num_warps=4,
+            **shape,
+            **norm,
+        )
         launches.kernel(_weights, cdiv(4 * hidden, 64))(
-            streams, products, d_fn, tokens, 4 * hidden, HALF=x.dtype is not torch.float32,
-            BLOCK_T=BLOCK_T, BLOCK_D=64, num_warps=4, **shape,
-        )  # fmt: skip
+            streams,
+            products,
+            d_fn,
+            tokens,
+            4 * hidden,
+            HALF=x.dtype is not torch.float32,
+            BLOCK_T=BLOCK_T,
+            BLOCK_D=64,
+            num_warps=4,
+            **shape,
+        )
     else:
         d_fn.zero_()
     total = sums.sum(0)

@@ -58,9 +58,28 @@ class TokenConstants(NamedTuple):
 
 @triton.jit(do_not_specialize=["tokens", "steps", "columns", "pages", "eps"])
 def _tokens(
-    down, row_sums, proj, gamma_cq, gamma_kv, sin, cos, table, act_seqs, seqused, ori_kv, slots,
-    query_norm, weights, tokens, steps, columns, pages, page_step, eps, C: tl.constexpr,
-):  # fmt: skip
+    down,
+    row_sums,
+    proj,
+    gamma_cq,
+    gamma_kv,
+    sin,
+    cos,
+    table,
+    act_seqs,
+    seqused,
+    ori_kv,
+    slots,
+    query_norm,
+    weights,
+    tokens,
+    steps,
+    columns,
+    pages,
+    page_step,
+    eps,
+    C: tl.constexpr,
+):
     """One program: a token and a role (query norm, row, weights).  LATER: `ori_kv` is [T, D] in
     bfloat16, and where a row belongs goes to `slots`."""
     dtype: tl.constexpr = query_norm.dtype.element_ty
@@ -115,10 +134,23 @@ def _tokens(
 
 @triton.jit
 def _store_heads(
-    q, sin, cos, out, run_stride, first, present, eps, D: tl.constexpr, DR: tl.constexpr,
-    RUNS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    HADAMARD: tl.constexpr, BF16: tl.constexpr,
-):  # fmt: skip
+    q,
+    sin,
+    cos,
+    out,
+    run_stride,
+    first,
+    present,
+    eps,
+    D: tl.constexpr,
+    DR: tl.constexpr,
+    RUNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    BF16: tl.constexpr,
+):
     """Heads of a token from `first` on: RMSNorm without a gain and the Hadamard transform where
     they are asked for, and rotation."""
     dtype: tl.constexpr = out.dtype.element_ty
@@ -179,21 +211,52 @@ def _heads(
         gdc_wait()
     if block < BLOCKS:
         _store_heads(
-            q + token * C.QUERY, sin, cos, query + token * (C.N * C.D), wide * C.QUERY,
-            block * C.BLOCK_N, present, eps, C.D, C.DR, C.RUNS, C.N, C.BLOCK_N, True, False, False,
-        )  # fmt: skip
+            q + token * C.QUERY,
+            sin,
+            cos,
+            query + token * (C.N * C.D),
+            wide * C.QUERY,
+            block * C.BLOCK_N,
+            present,
+            eps,
+            C.D,
+            C.DR,
+            C.RUNS,
+            C.N,
+            C.BLOCK_N,
+            True,
+            False,
+            False,
+        )
     elif C.NI > 0:
         _store_heads(
-            index + token * C.INDEX, sin, cos, query_index + token * (C.NI * C.DI),
-            wide * C.INDEX, (block - BLOCKS) * C.BLOCK_I, present, eps, C.DI, C.DR, C.INDEX_RUNS,
-            C.NI, C.BLOCK_I, False, C.HADAMARD, C.BF16,
-        )  # fmt: skip
+            index + token * C.INDEX,
+            sin,
+            cos,
+            query_index + token * (C.NI * C.DI),
+            wide * C.INDEX,
+            (block - BLOCKS) * C.BLOCK_I,
+            present,
+            eps,
+            C.DI,
+            C.DR,
+            C.INDEX_RUNS,
+            C.NI,
+            C.BLOCK_I,
+            False,
+            C.HADAMARD,
+            C.BF16,
+        )
 
 
 def unsupported(
-    token_x: Tensor, w_idx_qb: Tensor | None, w_idx_proj: Tensor | None, weight_format: str,
-    index_hadamard: bool, **_: Any,
-) -> str | None:  # fmt: skip
+    token_x: Tensor,
+    w_idx_qb: Tensor | None,
+    w_idx_proj: Tensor | None,
+    weight_format: str,
+    index_hadamard: bool,
+    **_: Any,
+) -> str | None:
     against = prolog.unsupported(token_x)
     if against is None and index_hadamard:
         assert w_idx_qb is not None and w_idx_proj is not None  # the check said so
@@ -261,17 +324,45 @@ def forward(
         rows = memory.empty((tokens, size), torch.bfloat16, device)
         slots = memory.empty((tokens,), torch.int64, device)
     launches.kernel(_tokens, tokens, 3 if index_heads else 2)(
-        down, row_sums, of_heads, gamma_cq, gamma_kv, rope_sin, rope_cos,
-        ori_block_table, act_seqs, used, rows, slots, query_norm, weights,
-        tokens, steps, ori_block_table.shape[1], ori_kv.shape[0], ori_kv.stride(0), rms_norm_eps,
+        down,
+        row_sums,
+        of_heads,
+        gamma_cq,
+        gamma_kv,
+        rope_sin,
+        rope_cos,
+        ori_block_table,
+        act_seqs,
+        used,
+        rows,
+        slots,
+        query_norm,
+        weights,
+        tokens,
+        steps,
+        ori_block_table.shape[1],
+        ori_kv.shape[0],
+        ori_kv.stride(0),
+        rms_norm_eps,
         C=TokenConstants(
-            Q=ranks, D=size, DR=rotary, NI=index_heads, PAGE=ori_kv.shape[1], DOWN=down.stride(1),
-            ROW=row_sums.stride(1), PROJ=of_heads.stride(1), DOWN_RUNS=down.shape[0],
-            ROW_RUNS=row_sums.shape[0], PROJ_RUNS=of_heads.shape[0], USED=seqused is not None,
-            LATER=later, CHAINED=chained,
+            Q=ranks,
+            D=size,
+            DR=rotary,
+            NI=index_heads,
+            PAGE=ori_kv.shape[1],
+            DOWN=down.stride(1),
+            ROW=row_sums.stride(1),
+            PROJ=of_heads.stride(1),
+            DOWN_RUNS=down.shape[0],
+            ROW_RUNS=row_sums.shape[0],
+            PROJ_RUNS=of_heads.shape[0],
+            USED=seqused is not None,
+            LATER=later,
+            CHAINED=chained,
         ),
-        num_warps=4, launch_pdl=chained,
-    )  # fmt: skip
+        num_warps=4,
+        launch_pdl=chained,
+    )
     if later:
         values = quantised.V4_VALUES
         latent_cache_write.forward(
@@ -285,14 +376,35 @@ def forward(
     BLOCK_I = max(1, 2048 // power_of_two(max(index_size, 1)))
     blocks = cdiv(heads, BLOCK_N) + cdiv(index_heads, BLOCK_I)
     launches.kernel(_heads, tokens, blocks)(
-        q, of_index, rope_sin, rope_cos, act_seqs, used, query, query_index, tokens, steps,
+        q,
+        of_index,
+        rope_sin,
+        rope_cos,
+        act_seqs,
+        used,
+        query,
+        query_index,
+        tokens,
+        steps,
         rms_norm_eps,
         C=HeadConstants(
-            N=heads, D=size, NI=index_heads, DI=index_size, DR=rotary, QUERY=q.stride(1),
-            INDEX=of_index.stride(1), RUNS=q.shape[0], INDEX_RUNS=of_index.shape[0],
-            BLOCK_N=BLOCK_N, BLOCK_I=BLOCK_I, USED=seqused is not None, HADAMARD=index_hadamard,
-            BF16=hadamard_round == "bf16", CHAINED=chained,
+            N=heads,
+            D=size,
+            NI=index_heads,
+            DI=index_size,
+            DR=rotary,
+            QUERY=q.stride(1),
+            INDEX=of_index.stride(1),
+            RUNS=q.shape[0],
+            INDEX_RUNS=of_index.shape[0],
+            BLOCK_N=BLOCK_N,
+            BLOCK_I=BLOCK_I,
+            USED=seqused is not None,
+            HADAMARD=index_hadamard,
+            BF16=hadamard_round == "bf16",
+            CHAINED=chained,
         ),
-        num_warps=4, launch_pdl=chained,
-    )  # fmt: skip
+        num_warps=4,
+        launch_pdl=chained,
+    )
     return query, query_norm, query_index, weights

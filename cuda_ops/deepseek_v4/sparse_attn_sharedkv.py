@@ -65,9 +65,18 @@ class Constants(NamedTuple):
 
 @triton.jit
 def _scaled(
-    values, rotary, scales, row, rotary_row, scale_row, valid, d, some, dtype: tl.constexpr,
+    values,
+    rotary,
+    scales,
+    row,
+    rotary_row,
+    scale_row,
+    valid,
+    d,
+    some,
+    dtype: tl.constexpr,
     C: tl.constexpr,
-):  # fmt: skip
+):
     """[keys, D] of what rows of 8 bits stand for: 64 values to a scale, the product in float32
     rounded once, then channels of bfloat16."""
     nope = (d < C.NOPE)[None, :]
@@ -89,15 +98,53 @@ def _scaled(
 
 @triton.jit(do_not_specialize=["ori_pages", "cmp_pages", "ori_size", "cmp_size"])
 def _attend(
-    q, ori, cmp, ori_rotary, cmp_rotary, ori_scales, cmp_scales, ori_index, cmp_index, ori_table,
-    cmp_table, notes, sinks, out, partial, partial_max, partial_sum, lse, scale_log2, ori_pages,
-    cmp_pages, ori_size, cmp_size, strides, P: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    q,
+    ori,
+    cmp,
+    ori_rotary,
+    cmp_rotary,
+    ori_scales,
+    cmp_scales,
+    ori_index,
+    cmp_index,
+    ori_table,
+    cmp_table,
+    notes,
+    sinks,
+    out,
+    partial,
+    partial_max,
+    partial_sum,
+    lse,
+    scale_log2,
+    ori_pages,
+    cmp_pages,
+    ori_size,
+    cmp_size,
+    strides,
+    P: tl.constexpr,
+    C: tl.constexpr,
+):
     (
-        q_row, q_head, ori_index_row, cmp_index_row, ori_table_row, cmp_table_row, ori_o, ori_i,
-        cmp_o, cmp_i, ori_rotary_o, ori_rotary_i, cmp_rotary_o, _, ori_scale_o, ori_scale_i,
-        cmp_scale_o, __,
-    ) = strides  # fmt: skip
+        q_row,
+        q_head,
+        ori_index_row,
+        cmp_index_row,
+        ori_table_row,
+        cmp_table_row,
+        ori_o,
+        ori_i,
+        cmp_o,
+        cmp_i,
+        ori_rotary_o,
+        ori_rotary_i,
+        cmp_rotary_o,
+        _,
+        ori_scale_o,
+        ori_scale_i,
+        cmp_scale_o,
+        __,
+    ) = strides
     HEAD_TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     program = tl.program_id(0)
     split = program // HEAD_TILES % C.SPLITS
@@ -123,9 +170,19 @@ def _attend(
         is_near = tile < near
         entry = (tile - tl.where(is_near, 0, near)) * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
         outer, inner, valid = sharedkv.keys_of(
-            entry, is_near, note, ori_index, cmp_index, ori_table, cmp_table, ori_pages, cmp_pages,
-            ori_size, cmp_size, P,
-        )  # fmt: skip
+            entry,
+            is_near,
+            note,
+            ori_index,
+            cmp_index,
+            ori_table,
+            cmp_table,
+            ori_pages,
+            cmp_pages,
+            ori_size,
+            cmp_size,
+            P,
+        )
         keys = ori
         rotary = ori_rotary
         scales = ori_scales
@@ -147,10 +204,18 @@ def _attend(
             k_tile = tl.load(k_rows, mask=valid[:, None] & (d < C.D)[None, :], other=0.0)
         else:
             k_tile = _scaled(
-                keys, rotary, scales, outer * key_o + inner * key_i,
-                outer * rotary_o + inner * ori_rotary_i, outer * scale_o + inner * ori_scale_i,
-                valid, d, ori_pages, q_tile.dtype, C,
-            )  # fmt: skip
+                keys,
+                rotary,
+                scales,
+                outer * key_o + inner * key_i,
+                outer * rotary_o + inner * ori_rotary_i,
+                outer * scale_o + inner * ori_scale_i,
+                valid,
+                d,
+                ori_pages,
+                q_tile.dtype,
+                C,
+            )
         p = tl.broadcast_to(row_max[:, None], [C.BLOCK_H, C.BLOCK_N]).to(k_tile.dtype)
         alpha = row_max
         # in a branch the product for the scores is not seen to feed the next one, for which each of
@@ -255,24 +320,49 @@ def attend(
     assert tile is not None
     parts = Parts.of(tile.splits, keys.count * heads, size, lse)
     launches.kernel(_attend, keys.count * tile.splits * triton.cdiv(heads, tile.heads))(
-        flat, values, cmp_values, ori[1], cmp[1], ori[2], cmp[2], sinks=sinks, out=out,
-        partial=parts.out, partial_max=parts.max, partial_sum=parts.sum, lse=lse,
-        scale_log2=scale_log2, notes=sharedkv.note(keys, device), **keys.arguments,
+        flat,
+        values,
+        cmp_values,
+        ori[1],
+        cmp[1],
+        ori[2],
+        cmp[2],
+        sinks=sinks,
+        out=out,
+        partial=parts.out,
+        partial_max=parts.max,
+        partial_sum=parts.sum,
+        lse=lse,
+        scale_log2=scale_log2,
+        notes=sharedkv.note(keys, device),
+        **keys.arguments,
         strides=(
-            *flat.stride()[:2], *keys.strides, *sharedkv.steps(values),
-            *sharedkv.steps(cmp_values), *sharedkv.steps(ori[1]), *sharedkv.steps(cmp[1]),
-            *sharedkv.steps(ori[2]), *sharedkv.steps(cmp[2]),
+            *flat.stride()[:2],
+            *keys.strides,
+            *sharedkv.steps(values),
+            *sharedkv.steps(cmp_values),
+            *sharedkv.steps(ori[1]),
+            *sharedkv.steps(cmp[1]),
+            *sharedkv.steps(ori[2]),
+            *sharedkv.steps(cmp[2]),
         ),
         P=keys.places,
         C=Constants(
-            HEADS=heads, D=size, NOPE=nope, KIND=kind, HAS_SINK=sinks is not None,
-            STATS=return_softmax_lse, SPLITS=tile.splits, BLOCK_H=tile.heads, BLOCK_N=tile.keys,
+            HEADS=heads,
+            D=size,
+            NOPE=nope,
+            KIND=kind,
+            HAS_SINK=sinks is not None,
+            STATS=return_softmax_lse,
+            SPLITS=tile.splits,
+            BLOCK_H=tile.heads,
+            BLOCK_N=tile.keys,
             BLOCK_D=tile.left,
             BRANCH=tile.heads == 64 and gpu.reads_shared(device),
             CHAINED=is_chained(device, tile.splits),
         ),
         num_warps=tile.warps,
-    )  # fmt: skip
+    )
     if tile.splits > 1:
         combine(parts, sinks, out, lse, None)
     return out, lse

@@ -48,14 +48,50 @@ def _logadd(a, b):
 
 @triton.jit(do_not_specialize=["ori_pages", "cmp_pages", "ori_size", "cmp_size"])
 def _gradients(
-    q, ori, cmp, ori_index, cmp_index, ori_table, cmp_table, notes, d_out, out, lse, d_lse, sinks,
-    d_q, d_ori, d_cmp, peaks, scale, ori_pages, cmp_pages, ori_size, cmp_size, strides,
-    P: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    q,
+    ori,
+    cmp,
+    ori_index,
+    cmp_index,
+    ori_table,
+    cmp_table,
+    notes,
+    d_out,
+    out,
+    lse,
+    d_lse,
+    sinks,
+    d_q,
+    d_ori,
+    d_cmp,
+    peaks,
+    scale,
+    ori_pages,
+    cmp_pages,
+    ori_size,
+    cmp_size,
+    strides,
+    P: tl.constexpr,
+    C: tl.constexpr,
+):
     (
-        q_row, q_head, do_row, do_head, o_row, o_head, ori_index_row, cmp_index_row, _, __, ori_o,
-        ori_i, cmp_o, cmp_i, d_ori_o, d_cmp_o,
-    ) = strides  # fmt: skip
+        q_row,
+        q_head,
+        do_row,
+        do_head,
+        o_row,
+        o_head,
+        ori_index_row,
+        cmp_index_row,
+        _,
+        __,
+        ori_o,
+        ori_i,
+        cmp_o,
+        cmp_i,
+        d_ori_o,
+        d_cmp_o,
+    ) = strides
     HEAD_TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     row = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
     note = sharedkv.noted(notes, row)
@@ -81,9 +117,19 @@ def _gradients(
         is_near = tile < near
         entry = (tile - tl.where(is_near, 0, near)) * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
         outer, inner, valid = sharedkv.keys_of(
-            entry, is_near, note, ori_index, cmp_index, ori_table, cmp_table, ori_pages, cmp_pages,
-            ori_size, cmp_size, P,
-        )  # fmt: skip
+            entry,
+            is_near,
+            note,
+            ori_index,
+            cmp_index,
+            ori_table,
+            cmp_table,
+            ori_pages,
+            cmp_pages,
+            ori_size,
+            cmp_size,
+            P,
+        )
         keys = ori
         sums = d_ori
         key_o = ori_o
@@ -168,21 +214,39 @@ def backward(
     def launch(mode: int, sums: Sequence[Tensor], peaks: Tensor) -> None:
         if given is not None:
             launches.kernel(_gradients, given.count * triton.cdiv(heads, tile))(
-                flat, ori_kv, cmp_kv, d_out=do, out=o, lse=softmax_lse, d_lse=d_softmax_lse,
-                sinks=sinks, d_q=d_q, d_ori=sums[0], d_cmp=sums[1], peaks=peaks,
-                scale=scale_of(softmax_scale, size), notes=notes, **given.arguments,
+                flat,
+                ori_kv,
+                cmp_kv,
+                d_out=do,
+                out=o,
+                lse=softmax_lse,
+                d_lse=d_softmax_lse,
+                sinks=sinks,
+                d_q=d_q,
+                d_ori=sums[0],
+                d_cmp=sums[1],
+                peaks=peaks,
+                scale=scale_of(softmax_scale, size),
+                notes=notes,
+                **given.arguments,
                 strides=(
-                    *(step for x in (flat, do, o) for step in x.stride()[:2]), *given.strides,
-                    *sharedkv.steps(ori_kv), *sharedkv.steps(cmp_kv),
+                    *(step for x in (flat, do, o) for step in x.stride()[:2]),
+                    *given.strides,
+                    *sharedkv.steps(ori_kv),
+                    *sharedkv.steps(cmp_kv),
                     *(x.shape[1] if x is not None and x.ndim == 4 else 0 for x in (ori_kv, cmp_kv)),
                 ),
                 P=given.places,
                 C=Constants(
-                    HEADS=heads, D=size, BLOCK_H=tile, BLOCK_N=tile,
-                    BLOCK_D=max(16, triton.next_power_of_2(size)), MODE=mode,
+                    HEADS=heads,
+                    D=size,
+                    BLOCK_H=tile,
+                    BLOCK_N=tile,
+                    BLOCK_D=max(16, triton.next_power_of_2(size)),
+                    MODE=mode,
                 ),
                 num_warps=8,
-            )  # fmt: skip
+            )
 
     scatter.run(launch, [d_ori, d_cmp])
     return d_q, d_ori, d_cmp

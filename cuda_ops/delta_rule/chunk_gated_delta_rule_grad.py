@@ -120,9 +120,23 @@ class Constants(NamedTuple):
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _triangles_kernel(
-    query, key, beta, g, lengths, t, p, grown, left, T, sequences, scale, strides,
-    DK_PAD: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    beta,
+    g,
+    lengths,
+    t,
+    p,
+    grown,
+    left,
+    T,
+    sequences,
+    scale,
+    strides,
+    DK_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    C: tl.constexpr,
+):
     """T - I, P, exp(G) and exp(G_last - G) of a chunk and a value head."""
     q_row, q_head, k_row, k_head, b_row, g_row = strides
     chunk = tl.program_id(0)
@@ -174,11 +188,34 @@ def _put_columns(base, first, length, row, columns, x, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _walks_kernel(
-    query, key, value, d_out, beta, t, p, grown, left, lengths, initial, d_final,
-    n, r, states, grads, d_initial, T, sequences, scale, strides,
-    DK_PAD: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr, INITIAL: tl.constexpr,
-    FINAL: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    d_out,
+    beta,
+    t,
+    p,
+    grown,
+    left,
+    lengths,
+    initial,
+    d_final,
+    n,
+    r,
+    states,
+    grads,
+    d_initial,
+    T,
+    sequences,
+    scale,
+    strides,
+    DK_PAD: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+    INITIAL: tl.constexpr,
+    FINAL: tl.constexpr,
+    C: tl.constexpr,
+):
     """N and the states of a sequence, or R and their gradients, for some columns of one head.
 
     The state is held transposed, [BLOCK_V, Dk]: the left operand of every product then comes from
@@ -274,9 +311,28 @@ def _walks_kernel(
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _pairs_kernel(
-    query, key, value, d_out, beta, g, lengths, n, r, z, m, d_value, d_rate, d_total, T, sequences,
-    scale, strides, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    d_out,
+    beta,
+    g,
+    lengths,
+    n,
+    r,
+    z,
+    m,
+    d_value,
+    d_rate,
+    d_total,
+    T,
+    sequences,
+    scale,
+    strides,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+):
     """dv, Z and M + M^T of a chunk and a value head; what pairs of its tokens give G and beta."""
     q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, b_row, g_row = strides
     chunk = tl.program_id(0)
@@ -336,10 +392,31 @@ def _pairs_kernel(
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _inputs_kernel(
-    query, key, d_out, beta, lengths, n, r, z, m, grown, left, states, grads, d_query, d_key,
-    rate_parts, total_parts, T, sequences, scale, strides,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    d_out,
+    beta,
+    lengths,
+    n,
+    r,
+    z,
+    m,
+    grown,
+    left,
+    states,
+    grads,
+    d_query,
+    d_key,
+    rate_parts,
+    total_parts,
+    T,
+    sequences,
+    scale,
+    strides,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+):
     """Some columns of dq and dk of a chunk and a head; what they give G and beta."""
     q_row, q_head, k_row, k_head, o_row, o_head, b_row = strides
     GROUP: tl.constexpr = C.NV // C.N
@@ -422,9 +499,19 @@ def _inputs_kernel(
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _gates_kernel(
-    lengths, d_rate, d_total, rate_parts, total_parts, d_beta, d_g, T, sequences,
-    BLOCKS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    lengths,
+    d_rate,
+    d_total,
+    rate_parts,
+    total_parts,
+    d_beta,
+    d_g,
+    T,
+    sequences,
+    BLOCKS: tl.constexpr,
+    HEADS: tl.constexpr,
+    C: tl.constexpr,
+):
     """dbeta and dg of a chunk and some value heads, from the parts."""
     chunk = tl.program_id(0)
     hv = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -556,33 +643,123 @@ def _plain(
     )
     if chunks > 0:
         launches.kernel(_triangles_kernel, chunks, NV)(
-            query, key, rate, gate, actual_seq_lengths, t, p, grown, left, T, sequences, scale,
-            (*q_by, *k_by, b_row, g_row), DK_PAD=DK_PAD,
-            PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", C=constants, num_warps=2,
-        )  # fmt: skip
+            query,
+            key,
+            rate,
+            gate,
+            actual_seq_lengths,
+            t,
+            p,
+            grown,
+            left,
+            T,
+            sequences,
+            scale,
+            (*q_by, *k_by, b_row, g_row),
+            DK_PAD=DK_PAD,
+            PRECISION="tf32" if half is torch.bfloat16 else "tf32x3",
+            C=constants,
+            num_warps=2,
+        )
     launches.kernel(_walks_kernel, 2 * sequences * NV * triton.cdiv(DV, walked))(
-        query, key, value, d_out, rate, t, p, grown, left, actual_seq_lengths, initial_state,
-        d_final_state, n, r, states, state_grads, d_initial, T, sequences, scale,
-        (*q_by, *k_by, *v_by, *o_by, b_row), DK_PAD=DK_PAD, BLOCK_V=walked, STAGES=2,
-        INITIAL=initial_state is not None, FINAL=d_final_state is not None, C=constants,
+        query,
+        key,
+        value,
+        d_out,
+        rate,
+        t,
+        p,
+        grown,
+        left,
+        actual_seq_lengths,
+        initial_state,
+        d_final_state,
+        n,
+        r,
+        states,
+        state_grads,
+        d_initial,
+        T,
+        sequences,
+        scale,
+        (*q_by, *k_by, *v_by, *o_by, b_row),
+        DK_PAD=DK_PAD,
+        BLOCK_V=walked,
+        STAGES=2,
+        INITIAL=initial_state is not None,
+        FINAL=d_final_state is not None,
+        C=constants,
         num_warps=4,
-    )  # fmt: skip
+    )
     if chunks > 0:
         # T and P are used up: Z and M lie in their place
         launches.kernel(_pairs_kernel, chunks, NV)(
-            query, key, value, d_out, rate, gate, actual_seq_lengths, n, r, p, t, d_value, d_rate,
-            d_total, T, sequences, scale, (*q_by, *k_by, *v_by, *o_by, b_row, g_row),
-            BLOCK_K=BLOCK_K, BLOCK_V=BLOCK_V, C=constants, num_warps=4, num_stages=2,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            d_out,
+            rate,
+            gate,
+            actual_seq_lengths,
+            n,
+            r,
+            p,
+            t,
+            d_value,
+            d_rate,
+            d_total,
+            T,
+            sequences,
+            scale,
+            (*q_by, *k_by, *v_by, *o_by, b_row, g_row),
+            BLOCK_K=BLOCK_K,
+            BLOCK_V=BLOCK_V,
+            C=constants,
+            num_warps=4,
+            num_stages=2,
+        )
         launches.kernel(_inputs_kernel, chunks * N * blocks)(
-            query, key, d_out, rate, actual_seq_lengths, n, r, p, t, grown, left, states,
-            state_grads, d_query, d_key, rate_parts, total_parts, T, sequences, scale,
-            (*q_by, *k_by, *o_by, b_row), BLOCK_K=BLOCK_K, BLOCK_V=BLOCK_V, C=constants,
-            num_warps=4, num_stages=2,
-        )  # fmt: skip
+            query,
+            key,
+            d_out,
+            rate,
+            actual_seq_lengths,
+            n,
+            r,
+            p,
+            t,
+            grown,
+            left,
+            states,
+            state_grads,
+            d_query,
+            d_key,
+            rate_parts,
+            total_parts,
+            T,
+            sequences,
+            scale,
+            (*q_by, *k_by, *o_by, b_row),
+            BLOCK_K=BLOCK_K,
+            BLOCK_V=BLOCK_V,
+            C=constants,
+            num_warps=4,
+            num_stages=2,
+        )
         if beta is not None or g is not None:
             heads = min(32, triton.next_power_of_2(NV))
             launches.kernel(_gates_kernel, chunks, triton.cdiv(NV, heads))(
-                actual_seq_lengths, d_rate, d_total, rate_parts, total_parts, d_beta, d_g, T,
-                sequences, BLOCKS=blocks, HEADS=heads, C=constants, num_warps=4,
-            )  # fmt: skip
+                actual_seq_lengths,
+                d_rate,
+                d_total,
+                rate_parts,
+                total_parts,
+                d_beta,
+                d_g,
+                T,
+                sequences,
+                BLOCKS=blocks,
+                HEADS=heads,
+                C=constants,
+                num_warps=4,
+            )

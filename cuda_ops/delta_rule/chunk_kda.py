@@ -118,19 +118,52 @@ def _solved(lower, TWO: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "sequences", "lower_bound"])
 def _chunks_kernel(
-    q, k, v, g, beta, A_log, dt_bias, bounds, qs, ks, p, fades, u, w, out, T, sequences, scale,
-    lower_bound, strides,
-    BLOCK_K: tl.constexpr, BACKWARD: tl.constexpr, TWO: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    bounds,
+    qs,
+    ks,
+    p,
+    fades,
+    u,
+    w,
+    out,
+    T,
+    sequences,
+    scale,
+    lower_bound,
+    strides,
+    BLOCK_K: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    TWO: tl.constexpr,
+    C: tl.constexpr,
+):
     """Of a chunk and a head: scale exp(G) q, exp(G_last - G) k, P and exp(G_last); U and W, or for
     the gradient -A T and exp(G) k.
 
     Every exponent is the sum of some tokens' logarithms: within a block of 16 their product with
     zeros and ones, which like all products of four blocks is one of a warp, in its registers."""
     (
-        q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-        g_batch, g_row, g_head, b_batch, b_row,
-    ) = strides  # fmt: skip
+        q_batch,
+        q_row,
+        q_head,
+        k_batch,
+        k_row,
+        k_head,
+        v_batch,
+        v_row,
+        v_head,
+        g_batch,
+        g_row,
+        g_head,
+        b_batch,
+        b_row,
+    ) = strides
     program = tl.program_id(0)
     chunk = program // C.HV
     h, hv = heads_of(program % C.HV, C.HV // C.H)
@@ -247,9 +280,25 @@ def _chunks_kernel(
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _states_kernel(
-    qs, ks, p, fades, u, w, bounds, initial, final, out, T, sequences, k_step, v_step,
-    BLOCK_V: tl.constexpr, STAGES: tl.constexpr, INITIAL: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    qs,
+    ks,
+    p,
+    fades,
+    u,
+    w,
+    bounds,
+    initial,
+    final,
+    out,
+    T,
+    sequences,
+    k_step,
+    v_step,
+    BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+    INITIAL: tl.constexpr,
+    C: tl.constexpr,
+):
     """Outputs and the final state of a sequence, for some columns of one head."""
     BLOCKS: tl.constexpr = (C.V + BLOCK_V - 1) // BLOCK_V
     program = tl.program_id(0)
@@ -365,16 +414,35 @@ def chunks(
     )
     if programs > 0:
         launches.kernel(_chunks_kernel, programs)(
-            q, k, v, g, beta, A_log, dt_bias, cu_seqlens, made.qs, made.ks, made.p, made.fades,
-            made.u, made.w, made.qs if out is None else out, T, sequences, scale,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            cu_seqlens,
+            made.qs,
+            made.ks,
+            made.p,
+            made.fades,
+            made.u,
+            made.w,
+            made.qs if out is None else out,
+            T,
+            sequences,
+            scale,
             0.0 if lower_bound is None else lower_bound,
             (*(s for x in (q, k, v, g) for s in x.stride()[:3]), *beta.stride()[:2]),
             # what is as wide as a tile is not masked
-            BLOCK_K=_BLOCK_K if K > _BLOCK_K else K_PAD, BACKWARD=backward,
+            BLOCK_K=_BLOCK_K if K > _BLOCK_K else K_PAD,
+            BACKWARD=backward,
             TWO=half is torch.float16,
             # of two warps no product is wgmma: with 32 channels ptxas 12.8 breaks their descriptors
-            C=made.constants, num_warps=4 if K_PAD >= 64 else 2, num_stages=1,
-        )  # fmt: skip
+            C=made.constants,
+            num_warps=4 if K_PAD >= 64 else 2,
+            num_stages=1,
+        )
     return made
 
 
@@ -421,13 +489,39 @@ def forward(
     if final.numel() == 0:
         return out.zero_(), final
     x = chunks(
-        q, k, v, g, beta, K**-0.5 if scale is None else scale, cu_seqlens, use_qk_l2norm_in_kernel,
-        A_log, dt_bias, lower_bound, use_gate_in_kernel, out,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        g,
+        beta,
+        K**-0.5 if scale is None else scale,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        A_log,
+        dt_bias,
+        lower_bound,
+        use_gate_in_kernel,
+        out,
+    )
     BLOCK_V, stages = walk_tiling(x.constants.V_PAD, gpu.shared_memory(v.device))
     launches.kernel(_states_kernel, sequences * HV * triton.cdiv(V, BLOCK_V))(
-        x.qs, x.ks, x.p, x.fades, x.u, x.w, cu_seqlens, initial_state, final, out, T, sequences,
-        *steps(state_layout, K, V), BLOCK_V=BLOCK_V, STAGES=stages,
-        INITIAL=initial_state is not None, C=x.constants, num_warps=4,
-    )  # fmt: skip
+        x.qs,
+        x.ks,
+        x.p,
+        x.fades,
+        x.u,
+        x.w,
+        cu_seqlens,
+        initial_state,
+        final,
+        out,
+        T,
+        sequences,
+        *steps(state_layout, K, V),
+        BLOCK_V=BLOCK_V,
+        STAGES=stages,
+        INITIAL=initial_state is not None,
+        C=x.constants,
+        num_warps=4,
+    )
     return out, final

@@ -72,11 +72,32 @@ _REACH = {torch.bfloat16: 60.0, torch.float16: 4.0}
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _walks_kernel(
-    v, d_out, beta, qs, ks, p, fades, t, kg, bounds, initial, d_final, n, r, states, grads,
-    d_initial, T, sequences, strides,
-    BLOCK_V: tl.constexpr, STAGES: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
+    v,
+    d_out,
+    beta,
+    qs,
+    ks,
+    p,
+    fades,
+    t,
+    kg,
+    bounds,
+    initial,
+    d_final,
+    n,
+    r,
+    states,
+    grads,
+    d_initial,
+    T,
+    sequences,
+    strides,
+    BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+    INITIAL: tl.constexpr,
+    FINAL: tl.constexpr,
     C: tl.constexpr,
-):  # fmt: skip
+):
     """n and the states of a sequence, or R and their gradients, for some columns of one head.
 
     The state is held transposed, [BLOCK_V, K]: the left operand of every product then comes from
@@ -195,16 +216,53 @@ def _of_pairs(q_wide, k_wide, z, m, pairs, rising, falling, element: tl.constexp
 
 @triton.jit(do_not_specialize=["T", "sequences", "lower_bound"])
 def _inputs_kernel(
-    q, k, g, beta, d_out, A_log, dt_bias, bounds, n, r, states, grads, d_q, d_k, d_v, d_g, d_beta,
-    A_parts, bias_parts, T, sequences, scale, lower_bound, strides,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, REACH: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    g,
+    beta,
+    d_out,
+    A_log,
+    dt_bias,
+    bounds,
+    n,
+    r,
+    states,
+    grads,
+    d_q,
+    d_k,
+    d_v,
+    d_g,
+    d_beta,
+    A_parts,
+    bias_parts,
+    T,
+    sequences,
+    scale,
+    lower_bound,
+    strides,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    REACH: tl.constexpr,
+    C: tl.constexpr,
+):
     """Of a chunk and a head some columns of dq, dk (of the rows as the norm leaves them) and dg,
     and what they give A_log and dt_bias; with the first columns dv and dbeta."""
     (
-        q_batch, q_row, q_head, k_batch, k_row, k_head, g_batch, g_row, g_head,
-        o_batch, o_row, o_head, b_batch, b_row,
-    ) = strides  # fmt: skip
+        q_batch,
+        q_row,
+        q_head,
+        k_batch,
+        k_row,
+        k_head,
+        g_batch,
+        g_row,
+        g_head,
+        o_batch,
+        o_row,
+        o_head,
+        b_batch,
+        b_row,
+    ) = strides
     GROUP: tl.constexpr = C.HV // C.H
     BLOCKS: tl.constexpr = C.K_PAD // BLOCK_K
     EDGE: tl.constexpr = BLOCK_K if C.K == C.K_PAD else C.K
@@ -370,9 +428,23 @@ def _of_norm(x, grad, at, valid, row, K: tl.constexpr, K_PAD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "rows"])
 def _norms_kernel(
-    q, k, d_q, d_k, T, rows, q_batch, q_row, q_head, k_batch, k_row, k_head,
-    H: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    d_q,
+    d_k,
+    T,
+    rows,
+    q_batch,
+    q_row,
+    q_head,
+    k_batch,
+    k_row,
+    k_head,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """dq and dk of some tokens and a head, through the norm."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
@@ -386,9 +458,17 @@ def _norms_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def _sums_kernel(
-    A_parts, bias_parts, d_A, d_bias, count,
-    HV: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, A: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
+    A_parts,
+    bias_parts,
+    d_A,
+    d_bias,
+    count,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    A: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     """dA_log and ddt_bias of a head, from the parts of the chunks."""
     hv = tl.program_id(0)
     i = tl.arange(0, CHUNK)
@@ -447,9 +527,7 @@ def backward(
         return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias
     scale = K**-0.5 if scale is None else scale
     norm, gated = use_qk_l2norm_in_kernel, use_gate_in_kernel
-    x = chunks(
-        q, k, v, g, beta, scale, cu_seqlens, norm, A_log, dt_bias, lower_bound, gated, None
-    )  # fmt: skip
+    x = chunks(q, k, v, g, beta, scale, cu_seqlens, norm, A_log, dt_bias, lower_bound, gated, None)
     programs, side = x.count * HV, CHUNK.value
     K_PAD, V_PAD = x.constants.K_PAD, x.constants.V_PAD
     BLOCK_K = min(_BLOCK_K, K_PAD)
@@ -464,28 +542,94 @@ def backward(
     )
     o_by, b_by = d_out.stride()[:3], beta.stride()[:2]
     launches.kernel(_walks_kernel, 2 * sequences * HV * (V_PAD // BLOCK_V))(
-        v, d_out, beta, x.qs, x.ks, x.p, x.fades, x.u, x.w, cu_seqlens, initial_state,
-        d_final_state, n, r, states, state_grads, d_initial, T, sequences,
-        (*v.stride()[:3], *o_by, *b_by, *steps(state_layout, K, V)), BLOCK_V=BLOCK_V, STAGES=2,
-        INITIAL=initial_state is not None, FINAL=d_final_state is not None, C=x.constants,
+        v,
+        d_out,
+        beta,
+        x.qs,
+        x.ks,
+        x.p,
+        x.fades,
+        x.u,
+        x.w,
+        cu_seqlens,
+        initial_state,
+        d_final_state,
+        n,
+        r,
+        states,
+        state_grads,
+        d_initial,
+        T,
+        sequences,
+        (*v.stride()[:3], *o_by, *b_by, *steps(state_layout, K, V)),
+        BLOCK_V=BLOCK_V,
+        STAGES=2,
+        INITIAL=initial_state is not None,
+        FINAL=d_final_state is not None,
+        C=x.constants,
         num_warps=4,
-    )  # fmt: skip
+    )
     if programs > 0:
         launches.kernel(_inputs_kernel, x.count * H * (K_PAD // BLOCK_K))(
-            q, k, g, beta, d_out, A_log, dt_bias, cu_seqlens, n, r, states, state_grads,
-            d_q, d_k, d_v, d_g, d_beta, A_parts, bias_parts, T, sequences, scale,
+            q,
+            k,
+            g,
+            beta,
+            d_out,
+            A_log,
+            dt_bias,
+            cu_seqlens,
+            n,
+            r,
+            states,
+            state_grads,
+            d_q,
+            d_k,
+            d_v,
+            d_g,
+            d_beta,
+            A_parts,
+            bias_parts,
+            T,
+            sequences,
+            scale,
             0.0 if lower_bound is None else lower_bound,
-            (*q.stride()[:3], *k.stride()[:3], *g.stride()[:3], *o_by, *b_by), BLOCK_K=BLOCK_K,
-            BLOCK_V=BLOCK_V, REACH=_REACH[half], C=x.constants, num_warps=8, num_stages=1,
-        )  # fmt: skip
+            (*q.stride()[:3], *k.stride()[:3], *g.stride()[:3], *o_by, *b_by),
+            BLOCK_K=BLOCK_K,
+            BLOCK_V=BLOCK_V,
+            REACH=_REACH[half],
+            C=x.constants,
+            num_warps=8,
+            num_stages=1,
+        )
         if norm:
             launches.kernel(_norms_kernel, triton.cdiv(B * T * H, _TOKENS))(
-                q, k, d_q, d_k, T, B * T * H, *q.stride()[:3], *k.stride()[:3],
-                H=H, K=K, K_PAD=K_PAD, ROWS=_TOKENS, num_warps=4,
-            )  # fmt: skip
+                q,
+                k,
+                d_q,
+                d_k,
+                T,
+                B * T * H,
+                *q.stride()[:3],
+                *k.stride()[:3],
+                H=H,
+                K=K,
+                K_PAD=K_PAD,
+                ROWS=_TOKENS,
+                num_warps=4,
+            )
     if A or bias:
         launches.kernel(_sums_kernel, HV)(
-            A_parts, bias_parts, d_A, d_bias, x.count, HV=HV, K=K, K_PAD=K_PAD, A=A, BIAS=bias,
+            A_parts,
+            bias_parts,
+            d_A,
+            d_bias,
+            x.count,
+            HV=HV,
+            K=K,
+            K_PAD=K_PAD,
+            A=A,
+            BIAS=bias,
             num_warps=4,
-        )  # fmt: skip
+        )
     return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias

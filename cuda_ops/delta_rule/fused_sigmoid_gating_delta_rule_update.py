@@ -48,9 +48,13 @@ def _wide(x, zero):
     that the compiler does not know makes the same numbers anew, in registers of their own."""
     if (x.dtype == tl.bfloat16) & (not SIMULATED):
         wide = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $2, $3, 0x1044; prmt.b32 $1, $2, $3, 0x3244;", "=f,=f,r,r,r",
-            [x, zero], dtype=tl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
+            "prmt.b32 $0, $2, $3, 0x1044; prmt.b32 $1, $2, $3, 0x3244;",
+            "=f,=f,r,r,r",
+            [x, zero],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
     else:
         wide = x.to(tl.float32)
     return wide
@@ -138,10 +142,22 @@ def _load_token(q, k, a, b, valid, k_at, K: tl.constexpr, KDA: tl.constexpr):
 
 @triton.jit
 def _gates(
-    q_tile, k_tile, a_tile, b_tile, rate, bias, scale, softplus_beta, softplus_threshold,
-    lower_bound, NORM: tl.constexpr, BOUNDED: tl.constexpr, GIVEN: tl.constexpr,
-    VK: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
+    q_tile,
+    k_tile,
+    a_tile,
+    b_tile,
+    rate,
+    bias,
+    scale,
+    softplus_beta,
+    softplus_threshold,
+    lower_bound,
+    NORM: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    GIVEN: tl.constexpr,
+    VK: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
     """q, k, the factors they want, their product, the decay (over K or a scalar), and beta."""
     q_wide = _wide(q_tile, 0)
     k_wide = _wide(k_tile, 0)
@@ -170,9 +186,21 @@ def _gates(
 
 @triton.jit
 def _step(
-    stored, q_wide, k_wide, scale, unit, qk, v_tile, decay, beta, zero,
-    VK: tl.constexpr, KDA: tl.constexpr, TOGETHER: tl.constexpr, TWICE: tl.constexpr,
-):  # fmt: skip
+    stored,
+    q_wide,
+    k_wide,
+    scale,
+    unit,
+    qk,
+    v_tile,
+    decay,
+    beta,
+    zero,
+    VK: tl.constexpr,
+    KDA: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    TWICE: tl.constexpr,
+):
     """(state after the token, its output [BLOCK_V])."""
     # the norms are taken out of the sums, and so is one decay for all channels: two vectors less
     # in registers, and numbers to multiply with instead
@@ -229,10 +257,15 @@ def _parent(parents, t, columns):
 
 @triton.jit
 def _state_tile(
-    column, k_at, valid,
-    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    column,
+    k_at,
+    valid,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     VK: tl.constexpr,
-):  # fmt: skip
+):
     """(columns [BLOCK_V], offsets of the tile in a head's state, its mask)."""
     v_at = column * BLOCK_V + tl.arange(0, BLOCK_V)
     if VK:
@@ -284,16 +317,58 @@ class Constants(NamedTuple):
 
 @triton.jit(do_not_specialize=["T", "sequences", "slots", "rows", "steps", "columns"])
 def _delta_rule_kernel(
-    A_log, a, dt_bias, q, k, v, b, pool, indices, cu_seqlens, accepted, cache, cache_rows, parents,
-    out, z, norm_weight, arrived, normed, T, sequences, slots, rows, steps, columns,
-    numbers, strides, C: tl.constexpr,
-):  # fmt: skip
+    A_log,
+    a,
+    dt_bias,
+    q,
+    k,
+    v,
+    b,
+    pool,
+    indices,
+    cu_seqlens,
+    accepted,
+    cache,
+    cache_rows,
+    parents,
+    out,
+    z,
+    norm_weight,
+    arrived,
+    normed,
+    T,
+    sequences,
+    slots,
+    rows,
+    steps,
+    columns,
+    numbers,
+    strides,
+    C: tl.constexpr,
+):
     scale, softplus_beta, softplus_threshold, lower_bound, epsilon = numbers
     (
-        q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-        a_batch, a_row, a_head, b_batch, b_row, z_batch, z_row, z_head,
-        slot_stride, cache_stride, step_stride,
-    ) = strides  # fmt: skip
+        q_batch,
+        q_row,
+        q_head,
+        k_batch,
+        k_row,
+        k_head,
+        v_batch,
+        v_row,
+        v_head,
+        a_batch,
+        a_row,
+        a_head,
+        b_batch,
+        b_row,
+        z_batch,
+        z_row,
+        z_head,
+        slot_stride,
+        cache_stride,
+        step_stride,
+    ) = strides
     TILES: tl.constexpr = C.TILES
     NV: tl.constexpr = (C.V + C.BLOCK_V * TILES - 1) // (C.BLOCK_V * TILES)
     program = tl.program_id(0)
@@ -368,9 +443,22 @@ def _delta_rule_kernel(
     q_first, k_first, a_first, b_first = _load_token(q, k, a, b, any_token, k_at, C.K, C.KDA)
     if C.ONE:
         q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
-            q_first, k_first, a_first, b_first, rate, bias, scale, softplus_beta,
-            softplus_threshold, lower_bound, C.NORM, C.BOUNDED, C.GIVEN, C.VK, TOGETHER,
-        )  # fmt: skip
+            q_first,
+            k_first,
+            a_first,
+            b_first,
+            rate,
+            bias,
+            scale,
+            softplus_beta,
+            softplus_threshold,
+            lower_bound,
+            C.NORM,
+            C.BOUNDED,
+            C.GIVEN,
+            C.VK,
+            TOGETHER,
+        )
     for tile in tl.static_range(TILES):
         v_tile = tl.load(v + v_at, mask=any_token & (v_at < C.V), other=0.0)
         if tile + 1 < TILES:
@@ -384,9 +472,21 @@ def _delta_rule_kernel(
             )
         if C.ONE:
             state, o = _step(
-                state, q_wide, k_wide, q_scale, unit, qk, v_tile, decay, beta, zero, C.VK, C.KDA,
-                TOGETHER, C.TWICE,
-            )  # fmt: skip
+                state,
+                q_wide,
+                k_wide,
+                q_scale,
+                unit,
+                qk,
+                v_tile,
+                decay,
+                beta,
+                zero,
+                C.VK,
+                C.KDA,
+                TOGETHER,
+                C.TWICE,
+            )
             tl.store(out + v_at, o.to(out.dtype.element_ty), mask=v_at < C.V)
             if C.CACHE:
                 mask = cache_mask & (steps > 0)
@@ -418,27 +518,82 @@ def _delta_rule_kernel(
                             if at == earlier:
                                 past = tl.cast(earlier, tl.int64)
                                 q_past, k_past, a_past, b_past = _load_token(
-                                    q + past * q_row, k + past * k_row, a + past * a_row,
-                                    b + past * b_row, any_token, k_at, C.K, C.KDA,
-                                )  # fmt: skip
+                                    q + past * q_row,
+                                    k + past * k_row,
+                                    a + past * a_row,
+                                    b + past * b_row,
+                                    any_token,
+                                    k_at,
+                                    C.K,
+                                    C.KDA,
+                                )
                                 v_past = tl.load(v + past * v_row + v_at, v_at < C.V, 0.0)
                                 q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
-                                    q_past, k_past, a_past, b_past, rate, bias, scale,
-                                    softplus_beta, softplus_threshold, lower_bound, C.NORM,
-                                    C.BOUNDED, C.GIVEN, C.VK, True,
-                                )  # fmt: skip
+                                    q_past,
+                                    k_past,
+                                    a_past,
+                                    b_past,
+                                    rate,
+                                    bias,
+                                    scale,
+                                    softplus_beta,
+                                    softplus_threshold,
+                                    lower_bound,
+                                    C.NORM,
+                                    C.BOUNDED,
+                                    C.GIVEN,
+                                    C.VK,
+                                    True,
+                                )
                                 state, _o = _step(
-                                    state, q_wide, k_wide, q_scale, unit, qk, v_past, decay, beta,
-                                    zero, C.VK, C.KDA, True, False,
-                                )  # fmt: skip
+                                    state,
+                                    q_wide,
+                                    k_wide,
+                                    q_scale,
+                                    unit,
+                                    qk,
+                                    v_past,
+                                    decay,
+                                    beta,
+                                    zero,
+                                    C.VK,
+                                    C.KDA,
+                                    True,
+                                    False,
+                                )
                 q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
-                    q_tile, k_tile, a_tile, b_tile, rate, bias, scale, softplus_beta,
-                    softplus_threshold, lower_bound, C.NORM, C.BOUNDED, C.GIVEN, C.VK, True,
-                )  # fmt: skip
+                    q_tile,
+                    k_tile,
+                    a_tile,
+                    b_tile,
+                    rate,
+                    bias,
+                    scale,
+                    softplus_beta,
+                    softplus_threshold,
+                    lower_bound,
+                    C.NORM,
+                    C.BOUNDED,
+                    C.GIVEN,
+                    C.VK,
+                    True,
+                )
                 state, o = _step(
-                    state, q_wide, k_wide, q_scale, unit, qk, v_tile, decay, beta, zero, C.VK,
-                    C.KDA, True, False,
-                )  # fmt: skip
+                    state,
+                    q_wide,
+                    k_wide,
+                    q_scale,
+                    unit,
+                    qk,
+                    v_tile,
+                    decay,
+                    beta,
+                    zero,
+                    C.VK,
+                    C.KDA,
+                    True,
+                    False,
+                )
                 tl.store(out_to + v_at, o.to(out.dtype.element_ty), mask=v_at < C.V)
                 out_to += out_row
                 if C.CACHE:
@@ -482,9 +637,18 @@ def _delta_rule_kernel(
 
 @triton.jit
 def _norm_the_rows(
-    rows, z, norm_weight, normed, length, row, z_row, epsilon,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, SILU: tl.constexpr,
-):  # fmt: skip
+    rows,
+    z,
+    norm_weight,
+    normed,
+    length,
+    row,
+    z_row,
+    epsilon,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SILU: tl.constexpr,
+):
     """By the last of a head's programs, which sees the columns of all: their stores come before
     the count that it reads."""
     d = tl.arange(0, BLOCK_V)
@@ -619,32 +783,73 @@ def launch(
         behind = (e.z, e.norm_weight, e.arrived, e.normed)
         z_strides, epsilon = e.z.stride()[:3], e.epsilon
     launches.kernel(_delta_rule_kernel, N * HV * triton.cdiv(V, BLOCK_V * count))(
-        A_log, a, dt_bias, q, k, v, b, pool, initial_state_indices, cu_seqlens, accepted,
-        cache, intermediate_state_indices, parents, out, *behind,
-        T, N, pool.shape[0],
+        A_log,
+        a,
+        dt_bias,
+        q,
+        k,
+        v,
+        b,
+        pool,
+        initial_state_indices,
+        cu_seqlens,
+        accepted,
+        cache,
+        intermediate_state_indices,
+        parents,
+        out,
+        *behind,
+        T,
+        N,
+        pool.shape[0],
         0 if cache is None else cache.shape[0],
         0 if cache is None else cache.shape[1],
         0 if parents is None else parents.shape[1],
         (
-            K**-0.5 if scale is None else scale, softplus_beta, softplus_threshold,
-            0.0 if lower_bound is None else lower_bound, epsilon,
+            K**-0.5 if scale is None else scale,
+            softplus_beta,
+            softplus_threshold,
+            0.0 if lower_bound is None else lower_bound,
+            epsilon,
         ),
         (
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *a.stride()[:3], *b.stride()[:2],
-            *z_strides, pool.stride(0), *((0, 0) if cache is None else cache.stride()[:2]),
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *a.stride()[:3],
+            *b.stride()[:2],
+            *z_strides,
+            pool.stride(0),
+            *((0, 0) if cache is None else cache.stride()[:2]),
         ),
         C=Constants(
-            H=H, HV=HV, K=K, V=V, BLOCK_K=BLOCK_K, KI=KI, BLOCK_V=BLOCK_V, TILES=count,
-            VK=state_layout == "vk", KDA=is_kda, NORM=use_qk_l2norm_in_kernel,
-            BOUNDED=lower_bound is not None, ONE=one, VARLEN=cu_seqlens is not None,
-            UPDATE=not disable_state_update and given is None, CACHE=cache is not None,
+            H=H,
+            HV=HV,
+            K=K,
+            V=V,
+            BLOCK_K=BLOCK_K,
+            KI=KI,
+            BLOCK_V=BLOCK_V,
+            TILES=count,
+            VK=state_layout == "vk",
+            KDA=is_kda,
+            NORM=use_qk_l2norm_in_kernel,
+            BOUNDED=lower_bound is not None,
+            ONE=one,
+            VARLEN=cu_seqlens is not None,
+            UPDATE=not disable_state_update and given is None,
+            CACHE=cache is not None,
             TREE=parents is not None,
             TWICE=one and state_layout == "kv" and half and not INTERPRETED,
-            ALL=triton.next_power_of_2(V), SILU=epilogue is None or epilogue.silu,
-            CHAINED=chained, GIVEN=given is not None,
+            ALL=triton.next_power_of_2(V),
+            SILU=epilogue is None or epilogue.silu,
+            CHAINED=chained,
+            GIVEN=given is not None,
         ),
-        num_warps=warps, maxnreg=registers, **({"launch_pdl": True} if chained else {}),
-    )  # fmt: skip
+        num_warps=warps,
+        maxnreg=registers,
+        **({"launch_pdl": True} if chained else {}),
+    )
     return out
 
 

@@ -40,10 +40,24 @@ def rows_at(row, heads, outer_stride, head_stride):
 
 @triton.jit(do_not_specialize=["rows", "heads", "epsilon"])
 def _normalise(
-    x, gate, weight, out, rows, heads, epsilon, x_outer, x_head, g_outer, g_head,
-    D: tl.constexpr, GROUP: tl.constexpr, BEFORE: tl.constexpr, SILU: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
+    x,
+    gate,
+    weight,
+    out,
+    rows,
+    heads,
+    epsilon,
+    x_outer,
+    x_head,
+    g_outer,
+    g_head,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BEFORE: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
     GROUPS: tl.constexpr = D // GROUP
     first = tl.program_id(0) % GROUPS * GROUP
     row = tl.program_id(0) // GROUPS * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -98,8 +112,21 @@ def forward(
     group = group_size or size
     BLOCK_R, BLOCK_G = tile(group, 2048)
     launches.kernel(_normalise, triton.cdiv(rows, BLOCK_R) * (size // group))(
-        x, gate, weight, out, rows, heads, epsilon, *x.stride()[:2], *gate.stride()[:2],
-        D=size, GROUP=group, BEFORE=norm_before_gate, SILU=activation != "sigmoid",
-        BLOCK_R=BLOCK_R, BLOCK_G=BLOCK_G, num_warps=4 if BLOCK_G <= 4096 else 16,
-    )  # fmt: skip
+        x,
+        gate,
+        weight,
+        out,
+        rows,
+        heads,
+        epsilon,
+        *x.stride()[:2],
+        *gate.stride()[:2],
+        D=size,
+        GROUP=group,
+        BEFORE=norm_before_gate,
+        SILU=activation != "sigmoid",
+        BLOCK_R=BLOCK_R,
+        BLOCK_G=BLOCK_G,
+        num_warps=4 if BLOCK_G <= 4096 else 16,
+    )
     return out

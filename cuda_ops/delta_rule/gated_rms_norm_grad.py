@@ -28,11 +28,30 @@ from .gated_rms_norm import unsupported as unsupported
 
 @triton.jit(do_not_specialize=["rows", "heads", "epsilon", "blocks"])
 def _backward(
-    x, gate, weight, d_out, dx, d_gate, sums, rows, heads, epsilon, blocks,
-    x_outer, x_head, g_outer, g_head, o_outer, o_head,
-    D: tl.constexpr, GROUP: tl.constexpr, BEFORE: tl.constexpr, SILU: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
+    x,
+    gate,
+    weight,
+    d_out,
+    dx,
+    d_gate,
+    sums,
+    rows,
+    heads,
+    epsilon,
+    blocks,
+    x_outer,
+    x_head,
+    g_outer,
+    g_head,
+    o_outer,
+    o_head,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BEFORE: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
     GROUPS: tl.constexpr = D // GROUP
     first = tl.program_id(0) % GROUPS * GROUP
     chunk = tl.program_id(0) // GROUPS
@@ -99,9 +118,26 @@ def backward(
     sums = memory.empty([chunks, size], torch.float32, x.device)
     if dx.numel() > 0:
         launches.kernel(_backward, chunks * groups)(
-            x, gate, weight, d_out, dx, d_gate, sums, rows, heads, epsilon, blocks,
-            *x.stride()[:2], *gate.stride()[:2], *d_out.stride()[:2],
-            D=size, GROUP=group, BEFORE=norm_before_gate, SILU=activation != "sigmoid",
-            BLOCK_R=BLOCK_R, BLOCK_G=BLOCK_G, num_warps=4 if BLOCK_G <= 2048 else 16,
-        )  # fmt: skip
+            x,
+            gate,
+            weight,
+            d_out,
+            dx,
+            d_gate,
+            sums,
+            rows,
+            heads,
+            epsilon,
+            blocks,
+            *x.stride()[:2],
+            *gate.stride()[:2],
+            *d_out.stride()[:2],
+            D=size,
+            GROUP=group,
+            BEFORE=norm_before_gate,
+            SILU=activation != "sigmoid",
+            BLOCK_R=BLOCK_R,
+            BLOCK_G=BLOCK_G,
+            num_warps=4 if BLOCK_G <= 2048 else 16,
+        )
     return dx, d_gate, sums.sum(0).to(weight.dtype)

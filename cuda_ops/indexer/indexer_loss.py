@@ -58,17 +58,49 @@ def _part(base, at, row, valid, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def _target_kernel(
-    query, key, query_rope, key_rope, indices, lse, target,
-    scale_log2, chunk_offset, S, key_length, K, strides,
-    N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DR: tl.constexpr,
-    P0: tl.constexpr, P1: tl.constexpr, PR: tl.constexpr, K_PAD: tl.constexpr,
-    HEADS: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, HAS_LSE: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    query_rope,
+    key_rope,
+    indices,
+    lse,
+    target,
+    scale_log2,
+    chunk_offset,
+    S,
+    key_length,
+    K,
+    strides,
+    N: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    DR: tl.constexpr,
+    P0: tl.constexpr,
+    P1: tl.constexpr,
+    PR: tl.constexpr,
+    K_PAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
     (
-        q_batch, q_head, q_row, k_batch, k_row, qr_batch, qr_head, qr_row, kr_batch, kr_row,
-        i_batch, i_row, l_batch, l_head, l_row,
-    ) = strides  # fmt: skip
+        q_batch,
+        q_head,
+        q_row,
+        k_batch,
+        k_row,
+        qr_batch,
+        qr_head,
+        qr_row,
+        kr_batch,
+        kr_row,
+        i_batch,
+        i_row,
+        l_batch,
+        l_head,
+        l_row,
+    ) = strides
     # late rows see most keys: they start first
     row = S - 1 - tl.program_id(0) % S
     batch = (tl.program_id(0) // S).to(tl.int64)
@@ -167,9 +199,21 @@ def _slots_kernel(
 
 @triton.jit
 def _loss_kernel(
-    index_score, indices, target, loss, chunk_offset, S, key_length, K, eps,
-    s_batch, s_row, i_batch, i_row, K_PAD: tl.constexpr,
-):  # fmt: skip
+    index_score,
+    indices,
+    target,
+    loss,
+    chunk_offset,
+    S,
+    key_length,
+    K,
+    eps,
+    s_batch,
+    s_row,
+    i_batch,
+    i_row,
+    K_PAD: tl.constexpr,
+):
     row = tl.program_id(0) % S
     batch = (tl.program_id(0) // S).to(tl.int64)
     row_wide = row.to(tl.int64)
@@ -235,12 +279,20 @@ def _on_hopper(
     slots = memory.empty((B, S, K), torch.int32, query.device)
     ends = memory.empty((B, S), torch.int32, query.device)
     launches.kernel(_slots_kernel, B * S)(
-        indices, slots, ends, chunk_offset, S, key.shape[1], K, *indices.stride()[:2],
-        K_PAD=padded(K), num_warps=4,
-    )  # fmt: skip
+        indices,
+        slots,
+        ends,
+        chunk_offset,
+        S,
+        key.shape[1],
+        K,
+        *indices.stride()[:2],
+        K_PAD=padded(K),
+        num_warps=4,
+    )
     hopper.launch(
         query, key, query_rope, key_rope, slots, ends, softmax_lse, target.zero_(), scaling
-    )  # fmt: skip
+    )
 
 
 def forward(
@@ -272,21 +324,53 @@ def forward(
         tile = tiles(N, pieces(D, DR), softmax_lse is not None, query.device)
         assert tile is not None
         launches.kernel(_target_kernel, B * S)(
-            query, key, query_rope, key_rope, indices, softmax_lse, target,
-            scaling * LOG2E.value, chunk_offset, S, key_length, K,
+            query,
+            key,
+            query_rope,
+            key_rope,
+            indices,
+            softmax_lse,
+            target,
+            scaling * LOG2E.value,
+            chunk_offset,
+            S,
+            key_length,
+            K,
             (
-                *query.stride()[:3], *key.stride()[:2],
+                *query.stride()[:3],
+                *key.stride()[:2],
                 *((0, 0, 0) if query_rope is None else query_rope.stride()[:3]),
                 *((0, 0) if key_rope is None else key_rope.stride()[:2]),
                 *indices.stride()[:2],
                 *((0, 0, 0) if softmax_lse is None else softmax_lse.stride()),
             ),
-            N=N, D0=D0, D1=D1, DR=DR, P0=padded(D0), P1=padded(D1), PR=padded(DR),
-            K_PAD=padded(K), HEADS=tile.heads, KEYS=tile.keys, STAGES=tile.stages,
-            HAS_LSE=softmax_lse is not None, num_warps=tile.warps,
-        )  # fmt: skip
+            N=N,
+            D0=D0,
+            D1=D1,
+            DR=DR,
+            P0=padded(D0),
+            P1=padded(D1),
+            PR=padded(DR),
+            K_PAD=padded(K),
+            HEADS=tile.heads,
+            KEYS=tile.keys,
+            STAGES=tile.stages,
+            HAS_LSE=softmax_lse is not None,
+            num_warps=tile.warps,
+        )
     launches.kernel(_loss_kernel, B * S)(
-        index_score, indices, target, loss, chunk_offset, S, key_length, K, eps,
-        *index_score.stride()[:2], *indices.stride()[:2], K_PAD=padded(K), num_warps=4,
-    )  # fmt: skip
+        index_score,
+        indices,
+        target,
+        loss,
+        chunk_offset,
+        S,
+        key_length,
+        K,
+        eps,
+        *index_score.stride()[:2],
+        *indices.stride()[:2],
+        K_PAD=padded(K),
+        num_warps=4,
+    )
     return loss, target

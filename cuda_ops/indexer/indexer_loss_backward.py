@@ -27,9 +27,23 @@ from ..runtime import launches
 
 @triton.jit
 def _grad_kernel(
-    grad_loss, index_score, indices, target, grad, chunk_offset, S, key_length, K,
-    s_batch, s_row, i_batch, i_row, t_batch, t_row, K_PAD: tl.constexpr,
-):  # fmt: skip
+    grad_loss,
+    index_score,
+    indices,
+    target,
+    grad,
+    chunk_offset,
+    S,
+    key_length,
+    K,
+    s_batch,
+    s_row,
+    i_batch,
+    i_row,
+    t_batch,
+    t_row,
+    K_PAD: tl.constexpr,
+):
     row = tl.program_id(0) % S
     batch = (tl.program_id(0) // S).to(tl.int64)
     row_wide = row.to(tl.int64)
@@ -67,8 +81,19 @@ def backward(
         return grad
     chunk_offset = min(chunk_offset, key_length)  # with the row's number it stays within 32 bits
     launches.kernel(_grad_kernel, B * S)(
-        grad_loss, index_score, indices, target, grad, chunk_offset, S, key_length, K,
-        *index_score.stride()[:2], *indices.stride()[:2], *target.stride()[:2],
-        K_PAD=padded(K), num_warps=4,
-    )  # fmt: skip
+        grad_loss,
+        index_score,
+        indices,
+        target,
+        grad,
+        chunk_offset,
+        S,
+        key_length,
+        K,
+        *index_score.stride()[:2],
+        *indices.stride()[:2],
+        *target.stride()[:2],
+        K_PAD=padded(K),
+        num_warps=4,
+    )
     return grad

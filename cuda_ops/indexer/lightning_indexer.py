@@ -52,9 +52,20 @@ class Constants(NamedTuple):
 
 @triton.jit
 def _key_tile(
-    key, pos, valid, request, start, of, key_o, key_i, d,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr, ONE_PAGE: tl.constexpr,
-):  # fmt: skip
+    key,
+    pos,
+    valid,
+    request,
+    start,
+    of,
+    key_o,
+    key_i,
+    d,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
+):
     """([keys, BLOCK_D], valid): the keys at pos.  ONE_PAGE: they lie on one page, read once."""
     if ONE_PAGE:
         first = tl.min(pos, 0)
@@ -87,11 +98,30 @@ def _key_tile(
     ]
 )
 def _scores(
-    query, key, weights, query_scale, key_scale, seqlens_q, seqlens_k, table, scores, sample,
+    query,
+    key,
+    weights,
+    query_scale,
+    key_scale,
+    seqlens_q,
+    seqlens_k,
+    table,
+    scores,
+    sample,
     lengths,
-    tokens, requests, max_kv_len, table_stride, pages, first_row, count, chunks, per_chunk, strides,
-    LAYOUT: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    tokens,
+    requests,
+    max_kv_len,
+    table_stride,
+    pages,
+    first_row,
+    count,
+    chunks,
+    per_chunk,
+    strides,
+    LAYOUT: tl.constexpr,
+    C: tl.constexpr,
+):
     """ROWS rows against `per_chunk` keys, which pass by: once for each request among the rows."""
     q_row, q_head, w_row, key_o, key_i, qs_row, qs_head, ks_o, ks_i, score_row, sample_row = strides
     of = rows.Requests(
@@ -101,9 +131,15 @@ def _scores(
         source = of
     else:  # lengths count tokens, of which a key stands for RATIO
         source = rows.Requests(
-            seqlens_q, seqlens_k, table, tokens, requests,
-            max_kv_len * C.RATIO + (C.RATIO - 1), table_stride, pages,
-        )  # fmt: skip
+            seqlens_q,
+            seqlens_k,
+            table,
+            tokens,
+            requests,
+            max_kv_len * C.RATIO + (C.RATIO - 1),
+            table_stride,
+            pages,
+        )
     program = tl.program_id(0)
     lo = program % chunks * per_chunk
     row = first_row + program // chunks * C.ROWS
@@ -116,8 +152,9 @@ def _scores(
     mask = (owner < end) & (h < C.HEADS)
     q_tile = tl.load(
         query + (owner * q_row + h * q_head)[:, None] + d[None, :],
-        mask=mask[:, None] & (d < C.D)[None, :], other=0.0,
-    )  # fmt: skip
+        mask=mask[:, None] & (d < C.D)[None, :],
+        other=0.0,
+    )
     q_tile = quantise.multiplied(q_tile, C.KIND)
     weight = tl.load(weights + owner * w_row + h, mask=mask, other=0.0).to(tl.float32)
     if C.QUERY_SCALE:
@@ -140,9 +177,20 @@ def _scores(
         for n in tl.range(lo, hi, C.BLOCK_N, num_stages=C.STAGES):
             pos = n + tl.arange(0, C.BLOCK_N)
             k_tile, valid = _key_tile(
-                key, pos, pos < hi, request, start, of, key_o, key_i, d, C.D, C.BLOCK_D, LAYOUT,
+                key,
+                pos,
+                pos < hi,
+                request,
+                start,
+                of,
+                key_o,
+                key_i,
+                d,
+                C.D,
+                C.BLOCK_D,
+                LAYOUT,
                 C.ONE_PAGE,
-            )  # fmt: skip
+            )
             k_tile = quantise.multiplied(k_tile, C.KIND)
             s = tl.dot(k_tile, q_tile.T, input_precision="ieee").to(tl.float32)
             s = tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
@@ -152,9 +200,20 @@ def _scores(
             score = tl.sum(tl.reshape(s, [C.BLOCK_N, C.ROWS, C.BLOCK_H]), 2)
             if C.KIND != quantise.PLAIN:
                 scale, _ = _key_tile(
-                    key_scale, pos, pos < hi, request, start, of, ks_o, ks_i, tl.arange(0, 1), 1, 1,
-                    LAYOUT, C.ONE_PAGE,
-                )  # fmt: skip
+                    key_scale,
+                    pos,
+                    pos < hi,
+                    request,
+                    start,
+                    of,
+                    ks_o,
+                    ks_i,
+                    tl.arange(0, 1),
+                    1,
+                    1,
+                    LAYOUT,
+                    C.ONE_PAGE,
+                )
                 score *= scale.to(tl.float32)
             # a NaN comes last, and only what is absent is -inf
             score = tl.where(score > LEAST_SCORE, score, LEAST_SCORE)
@@ -231,10 +290,21 @@ def scores(
     """Compute the scores, and launch the top-k of all chunks of rows but the last: `select()`
     launches that one, so that a caller can run something beside it."""
     return scaled_scores(
-        query, key, weights, None, None, actual_seq_lengths_query, actual_seq_lengths_key,
-        block_table, layout_query, layout_key, sparse_count, sparse_mode,
-        query.dtype if return_value else None, cmp_ratio,
-    )  # fmt: skip
+        query,
+        key,
+        weights,
+        None,
+        None,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        block_table,
+        layout_query,
+        layout_key,
+        sparse_count,
+        sparse_mode,
+        query.dtype if return_value else None,
+        cmp_ratio,
+    )
 
 
 def scaled_scores(
@@ -265,8 +335,15 @@ def scaled_scores(
     if key_scale is not None:
         (query, kind), (key, _) = quantise.to_read(query), quantise.to_read(key)
     plan = rows.plan(
-        query, key, lengths_query, lengths_key, block_table, layout_query, layout_key, sparse_mode,
-    )  # fmt: skip
+        query,
+        key,
+        lengths_query,
+        lengths_key,
+        block_table,
+        layout_query,
+        layout_key,
+        sparse_mode,
+    )
     heads, dim = query.shape[-2:]
     q = query.reshape(plan.rows, heads, dim)
     w = weights.reshape(plan.rows, heads)
@@ -284,9 +361,14 @@ def scaled_scores(
     qs = w if query_scale is None else query_scale.reshape(plan.rows, heads)
     ks = key if key_scale is None else key_scale.unsqueeze(-1)
     strides = (
-        *q.stride()[:2], w.stride(0), *rows.strides(layout_key, key), *qs.stride()[:2],
-        *rows.strides(layout_key, ks), score_row, sample.stride(0),
-    )  # fmt: skip
+        *q.stride()[:2],
+        w.stride(0),
+        *rows.strides(layout_key, key),
+        *qs.stride()[:2],
+        *rows.strides(layout_key, ks),
+        score_row,
+        sample.stride(0),
+    )
     on_hopper = hopper.supports(q, key, layout_key, cmp_ratio)
     lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
@@ -301,10 +383,19 @@ def scaled_scores(
     flat_values = values.view(plan.rows, sparse_count) if wanted else values
     one_page = layout_key == "PA_BSND" and plan.layout.PAGE % BLOCK_N == 0
     constants = Constants(
-        HEADS=heads, D=dim, ROWS=shared, BLOCK_H=h_tile, BLOCK_D=d_tile, BLOCK_N=BLOCK_N,
-        ONE_PAGE=one_page, STAGES=1 if alone else stages, EVERY=topk.EVERY, KIND=kind,
-        QUERY_SCALE=query_scale is not None, RATIO=cmp_ratio,
-    )  # fmt: skip
+        HEADS=heads,
+        D=dim,
+        ROWS=shared,
+        BLOCK_H=h_tile,
+        BLOCK_D=d_tile,
+        BLOCK_N=BLOCK_N,
+        ONE_PAGE=one_page,
+        STAGES=1 if alone else stages,
+        EVERY=topk.EVERY,
+        KIND=kind,
+        QUERY_SCALE=query_scale is not None,
+        RATIO=cmp_ratio,
+    )
     last = None
     for first in range(0, plan.rows, chunk_rows):
         if last is not None:
@@ -312,20 +403,48 @@ def scaled_scores(
         count = min(chunk_rows, plan.rows - first)
         if on_hopper:
             hopper.launch(
-                q, key, w, score, sample, lengths, plan, layout_key, shared, first, count,
-                None if query_scale is None else qs, key_scale,
-            )  # fmt: skip
+                q,
+                key,
+                w,
+                score,
+                sample,
+                lengths,
+                plan,
+                layout_key,
+                shared,
+                first,
+                count,
+                None if query_scale is None else qs,
+                key_scale,
+            )
         else:
             launches.kernel(_scores, triton.cdiv(count, shared) * chunks)(
-                q, key, w, qs, key if key_scale is None else key_scale, scores=score,
-                sample=sample, lengths=lengths, first_row=first,
-                count=count, chunks=chunks, per_chunk=per_chunk, strides=strides, **plan.arguments,
-                LAYOUT=plan.layout, C=constants, num_warps=4,
-            )  # fmt: skip
+                q,
+                key,
+                w,
+                qs,
+                key if key_scale is None else key_scale,
+                scores=score,
+                sample=sample,
+                lengths=lengths,
+                first_row=first,
+                count=count,
+                chunks=chunks,
+                per_chunk=per_chunk,
+                strides=strides,
+                **plan.arguments,
+                LAYOUT=plan.layout,
+                C=constants,
+                num_warps=4,
+            )
         last = (
-            score[:count], lengths, flat_indices[first : first + count],
-            flat_values[first : first + count] if wanted else values, sparse_count, sample,
-        )  # fmt: skip
+            score[:count],
+            lengths,
+            flat_indices[first : first + count],
+            flat_values[first : first + count] if wanted else values,
+            sparse_count,
+            sample,
+        )
     return Scored(indices, values, last)
 
 

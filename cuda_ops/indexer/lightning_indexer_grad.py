@@ -31,11 +31,33 @@ from . import lightning_indexer
     do_not_specialize=["tokens", "requests", "max_kv_len", "entries", "table_stride", "pages"]
 )
 def _gradients(
-    query, key, weights, dy, indices, seqlens_q, seqlens_k, table, d_query, d_weights, d_key, peak,
-    tokens, requests, max_kv_len, table_stride, pages, entries, strides,
-    HEADS: tl.constexpr, D: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    weights,
+    dy,
+    indices,
+    seqlens_q,
+    seqlens_k,
+    table,
+    d_query,
+    d_weights,
+    d_key,
+    peak,
+    tokens,
+    requests,
+    max_kv_len,
+    table_stride,
+    pages,
+    entries,
+    strides,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MODE: tl.constexpr,
+):
     q_row, q_head, w_row, key_o, key_i, dy_row, index_row, out_o = strides
     of = rows.Requests(
         seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
@@ -70,9 +92,10 @@ def _gradients(
         at = (outer * out_o + inner)[:, None] * D + d[None, :]
         scatter.add(d_key, peak, at, dk, wide, MODE)
     tl.store(
-        d_query + (row * HEADS + h[:, None]) * D + d[None, :], dq.to(d_query.dtype.element_ty),
+        d_query + (row * HEADS + h[:, None]) * D + d[None, :],
+        dq.to(d_query.dtype.element_ty),
         mask=mask,
-    )  # fmt: skip
+    )
     to = d_weights + row * HEADS + h
     tl.store(to, dw.to(d_weights.dtype.element_ty), mask=h < HEADS)
 
@@ -99,9 +122,15 @@ def backward(
     d_key = memory.empty(key.shape, key.dtype, device)
     d_weights = memory.empty(weights.shape, weights.dtype, device)
     plan = rows.plan(
-        query, key, actual_seq_lengths_query, actual_seq_lengths_key, None, layout, layout,
+        query,
+        key,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        None,
+        layout,
+        layout,
         3 if sparse_mode is None else sparse_mode,
-    )  # fmt: skip
+    )
     q = query.reshape(plan.rows, heads, dim)
     w = weights.reshape(plan.rows, heads)
     index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
@@ -114,15 +143,34 @@ def backward(
     def launch(mode: int, sums: Sequence[Tensor], peaks: Tensor) -> None:
         if query.numel():
             launches.kernel(_gradients, plan.rows * triton.cdiv(heads, h_tile))(
-                q, key, w, grad, index, d_query=d_query, d_weights=d_weights, d_key=sums[0],
-                peak=peaks, entries=index.shape[1], **plan.arguments,
+                q,
+                key,
+                w,
+                grad,
+                index,
+                d_query=d_query,
+                d_weights=d_weights,
+                d_key=sums[0],
+                peak=peaks,
+                entries=index.shape[1],
+                **plan.arguments,
                 strides=(
-                    *q.stride()[:2], w.stride(0), *rows.strides(layout, key), grad.stride(0),
-                    index.stride(0), 0 if layout == "TND" else key.shape[1],
+                    *q.stride()[:2],
+                    w.stride(0),
+                    *rows.strides(layout, key),
+                    grad.stride(0),
+                    index.stride(0),
+                    0 if layout == "TND" else key.shape[1],
                 ),
-                LAYOUT=plan.layout, HEADS=heads, D=dim,
-                BLOCK_H=h_tile, BLOCK_D=d_tile, BLOCK_N=32, MODE=mode, num_warps=4,
-            )  # fmt: skip
+                LAYOUT=plan.layout,
+                HEADS=heads,
+                D=dim,
+                BLOCK_H=h_tile,
+                BLOCK_D=d_tile,
+                BLOCK_N=32,
+                MODE=mode,
+                num_warps=4,
+            )
 
     scatter.run(launch, [d_key])
     return d_query, d_key, d_weights

@@ -27,8 +27,19 @@ def forward(
     **_: object,
 ) -> tuple[Tensor, Tensor]:
     scored = scaled_scores(
-        query, key, weights, None, None, actual_seq_lengths_query, actual_seq_lengths_key,
-        block_table, layout_query, layout_key, sparse_count, sparse_mode, torch.float32,
+        query,
+        key,
+        weights,
+        None,
+        None,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        block_table,
+        layout_query,
+        layout_key,
+        sparse_count,
+        sparse_mode,
+        torch.float32,
         cmp_ratio,
-    )  # fmt: skip
+    )
     return select(scored)

@@ -62,8 +62,18 @@ def scores(
 ) -> lightning_indexer.Scored:
     """What `lightning_indexer.select` selects from."""
     return lightning_indexer.scaled_scores(
-        quantised.typed(query, query_dtype), quantised.typed(key, key_dtype), weights,
-        query_dequant_scale, key_dequant_scale, actual_seq_lengths_query, actual_seq_lengths_key,
-        block_table, layout_query, layout_key, sparse_count, sparse_mode, value_dtype,
+        quantised.typed(query, query_dtype),
+        quantised.typed(key, key_dtype),
+        weights,
+        query_dequant_scale,
+        key_dequant_scale,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        block_table,
+        layout_query,
+        layout_key,
+        sparse_count,
+        sparse_mode,
+        value_dtype,
         cmp_ratio,
-    )  # fmt: skip
+    )

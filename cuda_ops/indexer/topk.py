@@ -257,10 +257,22 @@ def _bound(x, drawn, length, k):
 
 @triton.jit(do_not_specialize=["k"])
 def _collect(
-    scores, sample, lengths, candidates, counts, k, stride, sample_stride,
-    CHUNKS: tl.constexpr, ROOM: tl.constexpr, SAMPLE: tl.constexpr, EACH: tl.constexpr,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    scores,
+    sample,
+    lengths,
+    candidates,
+    counts,
+    k,
+    stride,
+    sample_stride,
+    CHUNKS: tl.constexpr,
+    ROOM: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """What may win of one chunk of a row, ascending: the score in the high half, the position in
     the low one; and how many they are."""
     row = tl.program_id(0).to(tl.int64)
@@ -307,9 +319,17 @@ def _apart(both, valid):
 
 @triton.jit
 def _select_packed(
-    candidates, counts, total, k, indices, values, CHUNKS: tl.constexpr, ROOM: tl.constexpr,
-    BLOCK: tl.constexpr, VALUES: tl.constexpr,
-):  # fmt: skip
+    candidates,
+    counts,
+    total,
+    k,
+    indices,
+    values,
+    CHUNKS: tl.constexpr,
+    ROOM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUES: tl.constexpr,
+):
     """_select of a row's candidates, up to BLOCK, brought together chunk after chunk."""
     lane = tl.arange(0, BLOCK)
     at = lane
@@ -341,10 +361,21 @@ def _select_short(scores, length, k, indices, values, BLOCK: tl.constexpr, VALUE
 
 @triton.jit(do_not_specialize=["k"])
 def _topk(
-    scores, lengths, candidates, counts, indices, values, k, stride,
-    CHUNKS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
-    VALUES: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    scores,
+    lengths,
+    candidates,
+    counts,
+    indices,
+    values,
+    k,
+    stride,
+    CHUNKS: tl.constexpr,
+    ROOM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LONG: tl.constexpr,
+    VALUES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """The winners of a row.  LONG: _collect ran."""
     row = tl.program_id(0).to(tl.int64)
     if CHAINED:
@@ -407,13 +438,39 @@ def topk(
         of, each = (scores, 1) if sample is None else (sample, EVERY)
         most = BLOCK if width <= 2**18 else 4 * BLOCK  # of a sample
         launches.kernel(_collect, rows, chunks)(
-            scores, of, lengths, candidates, counts, k, scores.stride(0), of.stride(0),
-            CHUNKS=chunks, ROOM=room, SAMPLE=min(most, triton.next_power_of_2(width // each)),
-            EACH=each, BLOCK=BLOCK, WHOLE=width % BLOCK == 0 and scores.stride(0) % BLOCK == 0,
-            CHAINED=chained, num_warps=8 if rows <= 16 else 4, **together,
-        )  # fmt: skip
+            scores,
+            of,
+            lengths,
+            candidates,
+            counts,
+            k,
+            scores.stride(0),
+            of.stride(0),
+            CHUNKS=chunks,
+            ROOM=room,
+            SAMPLE=min(most, triton.next_power_of_2(width // each)),
+            EACH=each,
+            BLOCK=BLOCK,
+            WHOLE=width % BLOCK == 0 and scores.stride(0) % BLOCK == 0,
+            CHAINED=chained,
+            num_warps=8 if rows <= 16 else 4,
+            **together,
+        )
     launches.kernel(_topk, rows)(
-        scores, lengths, candidates, counts, indices, values, k, scores.stride(0), CHUNKS=chunks,
-        ROOM=room, BLOCK=BLOCK, LONG=long, VALUES=values.numel() > 0, CHAINED=chained, num_warps=8,
+        scores,
+        lengths,
+        candidates,
+        counts,
+        indices,
+        values,
+        k,
+        scores.stride(0),
+        CHUNKS=chunks,
+        ROOM=room,
+        BLOCK=BLOCK,
+        LONG=long,
+        VALUES=values.numel() > 0,
+        CHAINED=chained,
+        num_warps=8,
         **together,
-    )  # fmt: skip
+    )

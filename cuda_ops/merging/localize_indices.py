@@ -58,7 +58,15 @@ def forward(indices: Tensor, rank: int, size: int, interleave: int) -> tuple[Ten
     flat = indices.reshape(rows, K)
     K_PAD = max(16, triton.next_power_of_2(K))
     launches.kernel(_localize, rows)(
-        flat, local, count, rank, size, interleave, K, flat.stride(0), K_PAD=K_PAD,
+        flat,
+        local,
+        count,
+        rank,
+        size,
+        interleave,
+        K,
+        flat.stride(0),
+        K_PAD=K_PAD,
         num_warps=min(16, max(1, K_PAD // 128)),
-    )  # fmt: skip
+    )
     return local, count

@@ -37,9 +37,24 @@ def _log_sum(lses, sums, at, sums_at, mask, SUMS: tl.constexpr):
 
 @triton.jit
 def _merge(
-    outs, lses, sums, out, out_lse, parts, rows, o_part, o_row, l_part, l_row, s_part, s_row,
-    D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
-):  # fmt: skip
+    outs,
+    lses,
+    sums,
+    out,
+    out_lse,
+    parts,
+    rows,
+    o_part,
+    o_row,
+    l_part,
+    l_row,
+    s_part,
+    s_row,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    SUMS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, D_PAD)
     mask = row < rows
@@ -92,8 +107,20 @@ def forward(outs: Tensor, lses: Tensor, sums: Tensor | None) -> tuple[Tensor, Te
     D_PAD = max(16, triton.next_power_of_2(D))
     ROWS = max(1, BLOCK // D_PAD)
     launches.kernel(_merge, triton.cdiv(rows, ROWS))(
-        flat, flat_lses, flat_sums, out, lse, parts, rows, *flat.stride()[:2],
-        *flat_lses.stride(), *flat_sums.stride(), D=D, D_PAD=D_PAD, ROWS=ROWS,
-        SUMS=sums is not None, num_warps=4,
-    )  # fmt: skip
+        flat,
+        flat_lses,
+        flat_sums,
+        out,
+        lse,
+        parts,
+        rows,
+        *flat.stride()[:2],
+        *flat_lses.stride(),
+        *flat_sums.stride(),
+        D=D,
+        D_PAD=D_PAD,
+        ROWS=ROWS,
+        SUMS=sums is not None,
+        num_warps=4,
+    )
     return out, lse

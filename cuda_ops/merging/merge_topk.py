@@ -30,9 +30,19 @@ MOST = 32768  # candidates of a row
 
 @triton.jit
 def _choose(
-    values, positions, chosen, k, candidates, v_part, v_row, p_part, p_row,
-    C: tl.constexpr, PAD: tl.constexpr, K_PAD: tl.constexpr,
-):  # fmt: skip
+    values,
+    positions,
+    chosen,
+    k,
+    candidates,
+    v_part,
+    v_row,
+    p_part,
+    p_row,
+    C: tl.constexpr,
+    PAD: tl.constexpr,
+    K_PAD: tl.constexpr,
+):
     """chosen [M, K_PAD]: position << 32 + the score's bits of the K best, in any order."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, PAD)
@@ -98,12 +108,24 @@ def forward(values: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
     PAD, K_PAD = (max(16, triton.next_power_of_2(n)) for n in (parts * C, k))
     chosen = memory.empty((rows, K_PAD), torch.int64, values.device)
     launches.kernel(_choose, rows)(
-        flat_values, flat_positions, chosen, k, parts * C, *flat_values.stride()[:2],
-        *flat_positions.stride()[:2], C=C, PAD=PAD, K_PAD=K_PAD,
+        flat_values,
+        flat_positions,
+        chosen,
+        k,
+        parts * C,
+        *flat_values.stride()[:2],
+        *flat_positions.stride()[:2],
+        C=C,
+        PAD=PAD,
+        K_PAD=K_PAD,
         num_warps=min(16, max(1, PAD // 512)),
-    )  # fmt: skip
+    )
     launches.kernel(_sort, rows)(
-        chosen, out_positions, out_values, k, K_PAD=K_PAD,
+        chosen,
+        out_positions,
+        out_values,
+        k,
+        K_PAD=K_PAD,
         num_warps=min(16, max(1, K_PAD // 128)),
-    )  # fmt: skip
+    )
     return out_positions, out_values

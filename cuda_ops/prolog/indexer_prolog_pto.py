@@ -60,10 +60,22 @@ def forward(
         return query_index, memory.empty((requests, steps, heads), kinds[1], device)
     if weight_quant_mode or kv_cache_quant_mode:
         return _of_8_bits(
-            token_x, query_norm, weight_qb, weight_k, weight_proj, ln_gamma_k, ln_beta_k, rope_sin,
-            rope_cos, index_k_cache, cache_index, ln_epsilon, rope_interleaved, weight_format,
+            token_x,
+            query_norm,
+            weight_qb,
+            weight_k,
+            weight_proj,
+            ln_gamma_k,
+            ln_beta_k,
+            rope_sin,
+            rope_cos,
+            index_k_cache,
+            cache_index,
+            ln_epsilon,
+            rope_interleaved,
+            weight_format,
             **of_8_bits,
-        )  # fmt: skip
+        )
     weights = memory.empty((requests, steps, heads), token_x.dtype, device)
     partial = product(
         token_x.view(tokens, hidden),
@@ -77,9 +89,16 @@ def forward(
     )
     stages.token_stage(partial, rope_sin, rope_cos, cache_index, None, index)
     query_index = stages.index_heads(
-        query_norm.view(tokens, ranks), weight_qb, weight_format, size, rope_sin, rope_cos,
-        (requests, steps), rope_interleaved, late=True,
-    )  # fmt: skip
+        query_norm.view(tokens, ranks),
+        weight_qb,
+        weight_format,
+        size,
+        rope_sin,
+        rope_cos,
+        (requests, steps),
+        rope_interleaved,
+        late=True,
+    )
     return query_index, weights
 
 
@@ -111,9 +130,19 @@ def _of_8_bits(
     ranks, size = query_norm.shape[-1], ln_gamma_k.shape[0]
     heads = weight_qb.numel() // (ranks * size)
     of = quantised_stages.Index(
-        ln_gamma_k, ln_beta_k, ln_epsilon, index_k_cache, index_k_scale_cache, cache_index,
-        rope_sin, rope_cos, rope_interleaved, index_hadamard, hadamard_round, scale_format,
-    )  # fmt: skip
+        ln_gamma_k,
+        ln_beta_k,
+        ln_epsilon,
+        index_k_cache,
+        index_k_scale_cache,
+        cache_index,
+        rope_sin,
+        rope_cos,
+        rope_interleaved,
+        index_hadamard,
+        hadamard_round,
+        scale_format,
+    )
     x, c = token_x.view(-1, hidden), Rows(query_norm.view(-1, ranks), dequant_scale_q_norm)
     rows: dict[torch.dtype, Rows] = {}
     kind, made = quantised.kind_of(weight_qb.dtype), []
@@ -131,8 +160,12 @@ def _of_8_bits(
         c, weight, weight_format, of, first=not made, second=bool(made)
     )
     key, proj = quantised_stages.first_products(
-        x, rows,
+        x,
+        rows,
         [Weight(weight_k, size, dequant_scale_w_k), Weight(weight_proj, heads, None)],
-        weight_format, scale_format, token_x.dtype, late=q is not None,
-    )  # fmt: skip
+        weight_format,
+        scale_format,
+        token_x.dtype,
+        late=q is not None,
+    )
     return quantised_stages.index_side(key, proj, q, c, weight, weight_format, shape, of)

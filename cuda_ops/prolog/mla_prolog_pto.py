@@ -72,11 +72,25 @@ def with_rows(
         return query, query_rope, query_norm, quantised_matmul.none(weight_uq_qr.dtype, query_norm)
     if weight_quant_mode or kv_cache_quant_mode:
         return _of_8_bits(
-            token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, rmsnorm_gamma_cq,
-            rmsnorm_gamma_ckv, rope_sin, rope_cos, kv_cache, kr_cache, cache_index,
-            rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv, rope_interleaved, weight_format,
-            kv_cache_quant_mode, **of_8_bits,
-        )  # fmt: skip
+            token_x,
+            weight_dq,
+            weight_uq_qr,
+            weight_uk,
+            weight_dkv_kr,
+            rmsnorm_gamma_cq,
+            rmsnorm_gamma_ckv,
+            rope_sin,
+            rope_cos,
+            kv_cache,
+            kr_cache,
+            cache_index,
+            rmsnorm_epsilon_cq,
+            rmsnorm_epsilon_ckv,
+            rope_interleaved,
+            weight_format,
+            kv_cache_quant_mode,
+            **of_8_bits,
+        )
     query_norm = memory.empty((requests, steps, ranks), dtype, device)
     partial = product(
         token_x.view(tokens, hidden),
@@ -86,14 +100,26 @@ def with_rows(
         first=True,
     )
     latent = stages.Latent(
-        rmsnorm_gamma_cq, rmsnorm_gamma_ckv, kv_cache, kr_cache, query_norm,
-        rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv, rope_interleaved,
-    )  # fmt: skip
+        rmsnorm_gamma_cq,
+        rmsnorm_gamma_ckv,
+        kv_cache,
+        kr_cache,
+        query_norm,
+        rmsnorm_epsilon_cq,
+        rmsnorm_epsilon_ckv,
+        rope_interleaved,
+    )
     stages.token_stage(partial, rope_sin, rope_cos, cache_index, latent, None)
     query, query_rope = stages.query_heads(
-        query_norm.view(tokens, ranks), weight_uq_qr, weight_format, weight_uk, rope_sin, rope_cos,
-        (requests, steps), rope_interleaved,
-    )  # fmt: skip
+        query_norm.view(tokens, ranks),
+        weight_uq_qr,
+        weight_format,
+        weight_uk,
+        rope_sin,
+        rope_cos,
+        (requests, steps),
+        rope_interleaved,
+    )
     return query, query_rope, query_norm, Rows(query_norm)
 
 
@@ -131,22 +157,42 @@ def _of_8_bits(
     ranks, rotary = rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]
     x = token_x.view(-1, hidden)
     down, latent = quantised_stages.first_products(
-        x, {} if dequant_scale_x is None else {x.dtype: Rows(x, dequant_scale_x)},
+        x,
+        {} if dequant_scale_x is None else {x.dtype: Rows(x, dequant_scale_x)},
         [
             Weight(weight_dq, ranks, dequant_scale_w_dq),
             Weight(weight_dkv_kr, rank + rotary, dequant_scale_w_dkv_kr),
         ],
-        weight_format, scale_format, rmsnorm_gamma_cq.dtype,
-    )  # fmt: skip
+        weight_format,
+        scale_format,
+        rmsnorm_gamma_cq.dtype,
+    )
     of = quantised_stages.Latent(
-        rmsnorm_gamma_cq, rmsnorm_gamma_ckv, rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv,
-        quantised.typed(kv_cache, kv_cache_dtype), kr_cache, cache_index, rope_sin, rope_cos,
-        rope_interleaved, kv_cache_quant_mode == 3, row_layout, scale_format, k_nope_clip_alpha,
-    )  # fmt: skip
+        rmsnorm_gamma_cq,
+        rmsnorm_gamma_ckv,
+        rmsnorm_epsilon_cq,
+        rmsnorm_epsilon_ckv,
+        quantised.typed(kv_cache, kv_cache_dtype),
+        kr_cache,
+        cache_index,
+        rope_sin,
+        rope_cos,
+        rope_interleaved,
+        kv_cache_quant_mode == 3,
+        row_layout,
+        scale_format,
+        k_nope_clip_alpha,
+    )
     kind = quantised.kind_of(weight_uq_qr.dtype)
     query_norm, c = quantised_stages.latent_tokens(down, latent, of, kind, smooth_scales_cq)
     query, query_rope = quantised_stages.query_heads(
-        c, Weight(weight_uq_qr, heads * (plain + rotary), dequant_scale_w_uq_qr), weight_format,
-        weight_uk, rope_sin, rope_cos, shape, rope_interleaved,
-    )  # fmt: skip
+        c,
+        Weight(weight_uq_qr, heads * (plain + rotary), dequant_scale_w_uq_qr),
+        weight_format,
+        weight_uk,
+        rope_sin,
+        rope_cos,
+        shape,
+        rope_interleaved,
+    )
     return query, query_rope, query_norm.view(*shape, ranks), c

@@ -35,13 +35,34 @@ from .hopper import nz_matmul as hopper
 
 @triton.jit(do_not_specialize=["tokens"])
 def _product(
-    x, w0, w1, w2, w3, out, tokens,
-    K: tl.constexpr, RUN: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
-    N3: tl.constexpr, NZ0: tl.constexpr, NZ1: tl.constexpr, NZ2: tl.constexpr, NZ3: tl.constexpr,
-    C0: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, CHAINED: tl.constexpr,
-    FIRST: tl.constexpr, LATE: tl.constexpr,
-):  # fmt: skip
+    x,
+    w0,
+    w1,
+    w2,
+    w3,
+    out,
+    tokens,
+    K: tl.constexpr,
+    RUN: tl.constexpr,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    N3: tl.constexpr,
+    NZ0: tl.constexpr,
+    NZ1: tl.constexpr,
+    NZ2: tl.constexpr,
+    NZ3: tl.constexpr,
+    C0: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    SWAP: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHAINED: tl.constexpr,
+    FIRST: tl.constexpr,
+    LATE: tl.constexpr,
+):
     B0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     B1: tl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
     B2: tl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
@@ -167,20 +188,47 @@ def product(
     blocks = sum(cdiv(size, config.columns) for size in sizes) * cdiv(tokens, config.tokens)
     if by_tma:
         hopper.launch(
-            x, kept, forms[0], sizes, out, run, blocks, config, first=first, late=late,
+            x,
+            kept,
+            forms[0],
+            sizes,
+            out,
+            run,
+            blocks,
+            config,
+            first=first,
+            late=late,
             forked=forked,
-        )  # fmt: skip
+        )
         return out
     linear = weight_format == "linear"
     formats = [linear or form == NZ.value for form in forms]
     launches.kernel(_product, blocks, runs)(
-        x, *kept, out, tokens,
-        K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
-        NZ0=formats[0], NZ1=formats[1], NZ2=formats[2], NZ3=formats[3],
+        x,
+        *kept,
+        out,
+        tokens,
+        K=depth,
+        RUN=run,
+        N0=sizes[0],
+        N1=sizes[1],
+        N2=sizes[2],
+        N3=sizes[3],
+        NZ0=formats[0],
+        NZ1=formats[1],
+        NZ2=formats[2],
+        NZ3=formats[3],
         C0=1 if linear else nz.columns(x.dtype),
-        BLOCK_T=config.tokens, BLOCK_N=config.columns, BLOCK_K=config.k, STAGES=config.stages,
+        BLOCK_T=config.tokens,
+        BLOCK_N=config.columns,
+        BLOCK_K=config.k,
+        STAGES=config.stages,
         SWAP=config.swap,
-        GROUP=config.group, CHAINED=chained, FIRST=first, LATE=late, num_warps=config.warps,
+        GROUP=config.group,
+        CHAINED=chained,
+        FIRST=first,
+        LATE=late,
+        num_warps=config.warps,
         launch_pdl=chained and not forked,
-    )  # fmt: skip
+    )
     return out

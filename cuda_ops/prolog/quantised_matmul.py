@@ -82,9 +82,19 @@ def none(dtype: torch.dtype, x: Tensor) -> Rows:
 
 @triton.jit
 def _narrowed(
-    x, smooth, values, scales, token, part, K: tl.constexpr, SIZE: tl.constexpr,
-    TILES: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr, SMOOTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    smooth,
+    values,
+    scales,
+    token,
+    part,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+    KIND: tl.constexpr,
+    UE8M0: tl.constexpr,
+    SMOOTH: tl.constexpr,
+):
     """TILES tiles of a token."""
     OF_TOKEN: tl.constexpr = (K + SIZE - 1) // SIZE
     tile = part * TILES + tl.arange(0, TILES)
@@ -100,11 +110,27 @@ def _narrowed(
 
 @triton.jit
 def _activations(
-    x, x_smooth, x_values, x_scales, y, y_smooth, y_values, y_scales,
-    X: tl.constexpr, X_SIZE: tl.constexpr, X_TILES: tl.constexpr, X_PARTS: tl.constexpr,
-    X_SMOOTH: tl.constexpr, Y: tl.constexpr, Y_SIZE: tl.constexpr, Y_TILES: tl.constexpr,
-    Y_SMOOTH: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_smooth,
+    x_values,
+    x_scales,
+    y,
+    y_smooth,
+    y_values,
+    y_scales,
+    X: tl.constexpr,
+    X_SIZE: tl.constexpr,
+    X_TILES: tl.constexpr,
+    X_PARTS: tl.constexpr,
+    X_SMOOTH: tl.constexpr,
+    Y: tl.constexpr,
+    Y_SIZE: tl.constexpr,
+    Y_TILES: tl.constexpr,
+    Y_SMOOTH: tl.constexpr,
+    KIND: tl.constexpr,
+    UE8M0: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """One program: a token and a part of its x [T, X] or of its y [T, Y]."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -113,12 +139,22 @@ def _activations(
     if part < X_PARTS:
         _narrowed(
             x, x_smooth, x_values, x_scales, token, part, X, X_SIZE, X_TILES, KIND, UE8M0, X_SMOOTH
-        )  # fmt: skip
+        )
     elif Y > 0:
         _narrowed(
-            y, y_smooth, y_values, y_scales, token, part - X_PARTS, Y, Y_SIZE, Y_TILES, KIND, UE8M0,
+            y,
+            y_smooth,
+            y_values,
+            y_scales,
+            token,
+            part - X_PARTS,
+            Y,
+            Y_SIZE,
+            Y_TILES,
+            KIND,
+            UE8M0,
             Y_SMOOTH,
-        )  # fmt: skip
+        )
 
 
 def activations(
@@ -146,11 +182,23 @@ def activations(
     x, y = cuts
     chained = gpu.has_chained_launch(device)
     launches.kernel(_activations, tokens, x[3] + y[3])(
-        *arguments[0], *arguments[1], X=x[0], X_SIZE=x[1], X_TILES=x[2], X_PARTS=x[3],
-        X_SMOOTH=x[4], Y=y[0], Y_SIZE=y[1], Y_TILES=y[2], Y_SMOOTH=y[4],
-        KIND=quantise.kind_of(kind), UE8M0=scale_format == "ue8m0", CHAINED=chained,
-        num_warps=8 if kind == "int8" else 4, launch_pdl=chained,
-    )  # fmt: skip
+        *arguments[0],
+        *arguments[1],
+        X=x[0],
+        X_SIZE=x[1],
+        X_TILES=x[2],
+        X_PARTS=x[3],
+        X_SMOOTH=x[4],
+        Y=y[0],
+        Y_SIZE=y[1],
+        Y_TILES=y[2],
+        Y_SMOOTH=y[4],
+        KIND=quantise.kind_of(kind),
+        UE8M0=scale_format == "ue8m0",
+        CHAINED=chained,
+        num_warps=8 if kind == "int8" else 4,
+        launch_pdl=chained,
+    )
     return out
 
 
@@ -168,13 +216,35 @@ def _tile(at, mask, KIND: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _product(
-    x, x_scale, w0, w1, w2, s0, s1, s2, out, tokens,
-    K: tl.constexpr, RUN: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
-    FORM: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, CHAINED: tl.constexpr, FIRST: tl.constexpr, LATE: tl.constexpr,
+    x,
+    x_scale,
+    w0,
+    w1,
+    w2,
+    s0,
+    s1,
+    s2,
+    out,
+    tokens,
+    K: tl.constexpr,
+    RUN: tl.constexpr,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    FORM: tl.constexpr,
+    KIND: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    SWAP: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHAINED: tl.constexpr,
+    FIRST: tl.constexpr,
+    LATE: tl.constexpr,
     SECOND: tl.constexpr,
-):  # fmt: skip
+):
     B0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     B1: tl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
     BLOCKS: tl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
@@ -309,10 +379,18 @@ def is_direct(weight: Tensor, form: int) -> bool:
 
 
 def product(
-    x: Rows, weights: Sequence[Weight], form: int, dtype: torch.dtype, *, keep_float: bool = False,
-    first: bool = False, late: bool = False, second: bool = False, forked: bool = False,
+    x: Rows,
+    weights: Sequence[Weight],
+    form: int,
+    dtype: torch.dtype,
+    *,
+    keep_float: bool = False,
+    first: bool = False,
+    late: bool = False,
+    second: bool = False,
+    forked: bool = False,
     groups: int = 1,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """x times the weights joined, all of one kind and form: [runs, T, sum of N], float32 if runs >
     1 or `keep_float`, else `dtype`; `first`, `late` and `forked` as in nz_matmul.py.  `second`:
     behind the op's first kernel, whose outputs the late ones behind this one read as well.
@@ -338,17 +416,47 @@ def product(
     scales = [weight.scale for weight in kept]
     if by_tma:
         hopper.launch(
-            values, x.scale, read, scales, sizes, out, run // config.k, blocks, config, first=first,
-            late=late, second=second, forked=forked,
-        )  # fmt: skip
+            values,
+            x.scale,
+            read,
+            scales,
+            sizes,
+            out,
+            run // config.k,
+            blocks,
+            config,
+            first=first,
+            late=late,
+            second=second,
+            forked=forked,
+        )
         return out
     launches.kernel(_product, blocks, runs, groups)(
-        values, x.scale, *read, *scales, out, tokens,
-        K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], FORM=form, KIND=kind,
-        HALF=kind != quantise.INT8.value and not direct, BLOCK_T=config.tokens,
+        values,
+        x.scale,
+        *read,
+        *scales,
+        out,
+        tokens,
+        K=depth,
+        RUN=run,
+        N0=sizes[0],
+        N1=sizes[1],
+        N2=sizes[2],
+        FORM=form,
+        KIND=kind,
+        HALF=kind != quantise.INT8.value and not direct,
+        BLOCK_T=config.tokens,
         BLOCK_N=config.columns,
-        STAGES=config.stages, SWAP=config.swap, GROUP=config.group, GROUPS=groups, CHAINED=chained,
-        FIRST=first, LATE=late, SECOND=second, num_warps=config.warps,
+        STAGES=config.stages,
+        SWAP=config.swap,
+        GROUP=config.group,
+        GROUPS=groups,
+        CHAINED=chained,
+        FIRST=first,
+        LATE=late,
+        SECOND=second,
+        num_warps=config.warps,
         launch_pdl=chained and not forked,
-    )  # fmt: skip
+    )
     return out

@@ -66,9 +66,15 @@ HEADS = 16  # index heads that one program takes
 
 
 def first_products(
-    x: Tensor, rows: dict[torch.dtype, Rows], weights: Sequence[Weight], weight_format: str,
-    scale_format: str, dtype: torch.dtype, *, late: bool = False,
-) -> list[Tensor]:  # fmt: skip
+    x: Tensor,
+    rows: dict[torch.dtype, Rows],
+    weights: Sequence[Weight],
+    weight_format: str,
+    scale_format: str,
+    dtype: torch.dtype,
+    *,
+    late: bool = False,
+) -> list[Tensor]:
     """x [T, K] by each weight: sums [RUNS, T, N], in float32.  Weights that lie alike share a
     launch.  `rows`: x as weights of a dtype take it, as far as it is there.  `late` as for product,
     and then all of it is."""
@@ -83,9 +89,16 @@ def later_products(
 
 
 def _products(
-    x: Tensor, rows: dict[torch.dtype, Rows], weights: Sequence[Weight], weight_format: str,
-    scale_format: str, dtype: torch.dtype, keep_float: bool, first: bool, late: bool,
-) -> list[Tensor]:  # fmt: skip
+    x: Tensor,
+    rows: dict[torch.dtype, Rows],
+    weights: Sequence[Weight],
+    weight_format: str,
+    scale_format: str,
+    dtype: torch.dtype,
+    keep_float: bool,
+    first: bool,
+    late: bool,
+) -> list[Tensor]:
     plain = [weight for weight in weights if weight.scale is None]
     groups: dict[tuple[torch.dtype, int], list[Weight]] = {}
     for weight in weights:
@@ -107,9 +120,15 @@ def _products(
             first, second = False, not late
     for (kind, form), group in groups.items():
         part = quantised_matmul.product(
-            rows[kind], group, form, dtype, keep_float=keep_float, first=first, late=late,
+            rows[kind],
+            group,
+            form,
+            dtype,
+            keep_float=keep_float,
+            first=first,
+            late=late,
             second=second,
-        )  # fmt: skip
+        )
         cut(part, group)
         first, second, late = False, False, True
     if plain:
@@ -121,9 +140,16 @@ def _products(
 
 @triton.jit
 def _store_tiles(
-    normed, to, scales, J: tl.constexpr, SIZE: tl.constexpr, mask, alpha,
-    KIND: tl.constexpr, UE8M0: tl.constexpr,
-):  # fmt: skip
+    normed,
+    to,
+    scales,
+    J: tl.constexpr,
+    SIZE: tl.constexpr,
+    mask,
+    alpha,
+    KIND: tl.constexpr,
+    UE8M0: tl.constexpr,
+):
     """Numbers [J] of a token as tiles of SIZE, and the tiles' scales."""
     J_PAD: tl.constexpr = triton.next_power_of_2(J)
     WIDE: tl.constexpr = SIZE if SIZE < J_PAD else J_PAD
@@ -137,10 +163,22 @@ def _store_tiles(
 
 @triton.jit
 def _store_norm(
-    down, stride, gamma, smooth, query_norm, c, c_scales, eps, Q: tl.constexpr,
-    RUNS: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, SMOOTH: tl.constexpr,
-    UE8M0: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    down,
+    stride,
+    gamma,
+    smooth,
+    query_norm,
+    c,
+    c_scales,
+    eps,
+    Q: tl.constexpr,
+    RUNS: tl.constexpr,
+    KIND: tl.constexpr,
+    TILE: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    UE8M0: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """The query norm of a token, and what its product takes."""
     dtype: tl.constexpr = query_norm.dtype.element_ty
     g = weights_of(gamma, Q)
@@ -159,11 +197,27 @@ def _store_norm(
 
 @triton.jit
 def _store_row(
-    latent, stride, gamma, alpha, sin, cos, kv_row, rope_row, scales, present, eps,
-    R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, KIND: tl.constexpr,
-    ALPHA: tl.constexpr, UE8M0: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr,
+    latent,
+    stride,
+    gamma,
+    alpha,
+    sin,
+    cos,
+    kv_row,
+    rope_row,
+    scales,
+    present,
+    eps,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    RUNS: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    UE8M0: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    dtype: tl.constexpr,
     CHAINED: tl.constexpr,
-):  # fmt: skip
+):
     """The latent and the rotated key of a token, into a row of 8 bits or two of the working
     dtype."""
     fits = 1.0
@@ -205,11 +259,31 @@ class LatentConstants(NamedTuple):
 
 @triton.jit(do_not_specialize=["tokens", "page", "total", "eps_cq", "eps_ckv"])
 def _latent_tokens(
-    down, latent, gamma_cq, gamma_ckv, smooth, alpha, sin, cos, cache_index,
-    query_norm, c, c_scales, kv, rope, scales,
-    tokens, page, total, kv_page, rope_page, scales_page, eps_cq, eps_ckv,
+    down,
+    latent,
+    gamma_cq,
+    gamma_ckv,
+    smooth,
+    alpha,
+    sin,
+    cos,
+    cache_index,
+    query_norm,
+    c,
+    c_scales,
+    kv,
+    rope,
+    scales,
+    tokens,
+    page,
+    total,
+    kv_page,
+    rope_page,
+    scales_page,
+    eps_cq,
+    eps_ckv,
     C: tl.constexpr,
-):  # fmt: skip
+):
     """One program: a token, and its query norm or its cache row."""
     OF_C: tl.constexpr = (C.Q + C.C_TILE - 1) // C.C_TILE
     token = tl.program_id(0).to(tl.int64)
@@ -227,18 +301,45 @@ def _latent_tokens(
         c_scales += token * OF_C
     if role == 0:
         _store_norm(
-            down + token * C.DOWN, wide * C.DOWN, gamma_cq, smooth, query_norm + token * C.Q, c,
-            c_scales, eps_cq, C.Q, C.DOWN_RUNS, C.C_KIND, C.C_TILE, C.SMOOTH, C.UE8M0, C.CHAINED,
-        )  # fmt: skip
+            down + token * C.DOWN,
+            wide * C.DOWN,
+            gamma_cq,
+            smooth,
+            query_norm + token * C.Q,
+            c,
+            c_scales,
+            eps_cq,
+            C.Q,
+            C.DOWN_RUNS,
+            C.C_KIND,
+            C.C_TILE,
+            C.SMOOTH,
+            C.UE8M0,
+            C.CHAINED,
+        )
     if role == 1:
         _store_row(
-            latent + token * C.LATENT, wide * C.LATENT, gamma_ckv, alpha, sin + token * C.D,
-            cos + token * C.D, kv + outer * kv_page + inner * C.KV_SLOT,
+            latent + token * C.LATENT,
+            wide * C.LATENT,
+            gamma_ckv,
+            alpha,
+            sin + token * C.D,
+            cos + token * C.D,
+            kv + outer * kv_page + inner * C.KV_SLOT,
             rope + outer * rope_page + inner * C.ROPE_SLOT,
-            scales + outer * scales_page + inner * C.SCALE_SLOT, present, eps_ckv, C.R, C.D, C.RUNS,
-            C.KV_KIND, C.ALPHA, C.UE8M0, C.INTERLEAVED, query_norm.dtype.element_ty,
+            scales + outer * scales_page + inner * C.SCALE_SLOT,
+            present,
+            eps_ckv,
+            C.R,
+            C.D,
+            C.RUNS,
+            C.KV_KIND,
+            C.ALPHA,
+            C.UE8M0,
+            C.INTERLEAVED,
+            query_norm.dtype.element_ty,
             C.CHAINED,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -287,21 +388,52 @@ def latent_tokens(
     pages, page = of.kv_cache.shape[:2]
     chained = gpu.has_chained_launch(device)
     launches.kernel(_latent_tokens, tokens, 2)(
-        down, latent, of.gamma_cq, of.gamma_ckv, smooth, of.alpha, of.sin, of.cos, of.cache_index,
-        query_norm, quantise.in_bytes(c.values) if kind else None, c.scale, kv, rope, scales,
-        tokens, page, pages * page, kv.stride(0), rope.stride(0), scales.stride(0), of.eps_cq,
+        down,
+        latent,
+        of.gamma_cq,
+        of.gamma_ckv,
+        smooth,
+        of.alpha,
+        of.sin,
+        of.cos,
+        of.cache_index,
+        query_norm,
+        quantise.in_bytes(c.values) if kind else None,
+        c.scale,
+        kv,
+        rope,
+        scales,
+        tokens,
+        page,
+        pages * page,
+        kv.stride(0),
+        rope.stride(0),
+        scales.stride(0),
+        of.eps_cq,
         of.eps_ckv,
         C=LatentConstants(
-            Q=ranks, R=of.gamma_ckv.shape[0], D=of.sin.shape[-1], DOWN=down.stride(1),
-            LATENT=latent.stride(1), DOWN_RUNS=down.shape[0], RUNS=latent.shape[0],
+            Q=ranks,
+            R=of.gamma_ckv.shape[0],
+            D=of.sin.shape[-1],
+            DOWN=down.stride(1),
+            LATENT=latent.stride(1),
+            DOWN_RUNS=down.shape[0],
+            RUNS=latent.shape[0],
             C_KIND=quantise.PLAIN.value if kind is None else quantise.kind_of(kind),
-            KV_KIND=kv_kind, C_TILE=tile, KV_SLOT=kv.stride(1), ROPE_SLOT=rope.stride(1),
-            SCALE_SLOT=scales.stride(1), SMOOTH=kind is not None and smooth is not None,
-            ALPHA=of.alpha is not None, UE8M0=of.scale_format == "ue8m0",
-            INTERLEAVED=of.interleaved, CHAINED=chained,
+            KV_KIND=kv_kind,
+            C_TILE=tile,
+            KV_SLOT=kv.stride(1),
+            ROPE_SLOT=rope.stride(1),
+            SCALE_SLOT=scales.stride(1),
+            SMOOTH=kind is not None and smooth is not None,
+            ALPHA=of.alpha is not None,
+            UE8M0=of.scale_format == "ue8m0",
+            INTERLEAVED=of.interleaved,
+            CHAINED=chained,
         ),
-        num_warps=8 if tokens <= 32 else 4, launch_pdl=chained,
-    )  # fmt: skip
+        num_warps=8 if tokens <= 32 else 4,
+        launch_pdl=chained,
+    )
     return query_norm, c
 
 
@@ -313,11 +445,27 @@ def _kind(dtype: torch.dtype) -> str:
 
 @triton.jit
 def _store_key(
-    key, stride, gamma, beta, sin, cos, to, scales, present, eps,
-    DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr,
-    HADAMARD: tl.constexpr, BF16: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr,
+    key,
+    stride,
+    gamma,
+    beta,
+    sin,
+    cos,
+    to,
+    scales,
+    present,
+    eps,
+    DI: tl.constexpr,
+    D: tl.constexpr,
+    RUNS: tl.constexpr,
+    KIND: tl.constexpr,
+    UE8M0: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    BF16: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    dtype: tl.constexpr,
     CHAINED: tl.constexpr,
-):  # fmt: skip
+):
     """The index key of a token, into its cache row."""
     j, mask, u = index_key(
         key, stride, gamma, beta, cos, sin, eps, DI, D, RUNS, INTERLEAVED, dtype, CHAINED
@@ -335,12 +483,29 @@ def _store_key(
 
 @triton.jit
 def _store_queries(
-    q, stride, proj, proj_stride, cos, sin, values, folded, first,
-    NI: tl.constexpr, DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr,
-    PROJ_RUNS: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr, HADAMARD: tl.constexpr,
-    BF16: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, dtype: tl.constexpr,
+    q,
+    stride,
+    proj,
+    proj_stride,
+    cos,
+    sin,
+    values,
+    folded,
+    first,
+    NI: tl.constexpr,
+    DI: tl.constexpr,
+    D: tl.constexpr,
+    RUNS: tl.constexpr,
+    PROJ_RUNS: tl.constexpr,
+    KIND: tl.constexpr,
+    UE8M0: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    BF16: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    dtype: tl.constexpr,
     CHAINED: tl.constexpr,
-):  # fmt: skip
+):
     """HEADS index heads of a token: rotated, rounded, quantised; the scales go into the weights."""
     head = first + tl.arange(0, HEADS)
     valid = head < NI
@@ -388,9 +553,26 @@ class IndexConstants(NamedTuple):
 
 @triton.jit(do_not_specialize=["tokens", "page", "total", "eps"])
 def _index(
-    key, proj, q, gamma, beta, sin, cos, cache_index, keys, scales, weights, values,
-    tokens, page, total, keys_page, scales_page, eps, C: tl.constexpr,
-):  # fmt: skip
+    key,
+    proj,
+    q,
+    gamma,
+    beta,
+    sin,
+    cos,
+    cache_index,
+    keys,
+    scales,
+    weights,
+    values,
+    tokens,
+    page,
+    total,
+    keys_page,
+    scales_page,
+    eps,
+    C: tl.constexpr,
+):
     """One program: a token, and its index key or a block of its heads; their weights [T, NI] with
     the heads, if those are here."""
     dtype: tl.constexpr = gamma.dtype.element_ty
@@ -408,20 +590,54 @@ def _index(
         present = (slot >= 0) & (slot < total)
         slot = tl.where(present, slot, 0)
         _store_key(
-            key + token * C.KEY, wide * C.KEY, gamma, beta, sin, cos,
+            key + token * C.KEY,
+            wide * C.KEY,
+            gamma,
+            beta,
+            sin,
+            cos,
             keys + slot // page * keys_page + slot % page * C.DI,
-            scales + slot // page * scales_page + slot % page, present, eps, C.DI, C.D, C.KEY_RUNS,
-            C.KIND, C.UE8M0, C.HADAMARD, C.BF16, C.INTERLEAVED, dtype, C.CHAINED,
-        )  # fmt: skip
+            scales + slot // page * scales_page + slot % page,
+            present,
+            eps,
+            C.DI,
+            C.D,
+            C.KEY_RUNS,
+            C.KIND,
+            C.UE8M0,
+            C.HADAMARD,
+            C.BF16,
+            C.INTERLEAVED,
+            dtype,
+            C.CHAINED,
+        )
         if C.HEADS == 0:
             store_weights(proj, wide * C.PROJ, weights, C.NI, C.PROJ_RUNS)
     elif C.HEADS > 0:
         _store_queries(
-            q + token * (C.NI * C.DI), wide * (C.NI * C.DI), proj, wide * C.PROJ, cos, sin,
-            values + token * (C.NI * C.DI), weights, (role - 1) * C.HEADS, C.NI, C.DI, C.D, C.RUNS,
-            C.PROJ_RUNS, C.KIND, C.UE8M0, C.HADAMARD, C.BF16, C.INTERLEAVED, C.HEADS, dtype,
+            q + token * (C.NI * C.DI),
+            wide * (C.NI * C.DI),
+            proj,
+            wide * C.PROJ,
+            cos,
+            sin,
+            values + token * (C.NI * C.DI),
+            weights,
+            (role - 1) * C.HEADS,
+            C.NI,
+            C.DI,
+            C.D,
+            C.RUNS,
+            C.PROJ_RUNS,
+            C.KIND,
+            C.UE8M0,
+            C.HADAMARD,
+            C.BF16,
+            C.INTERLEAVED,
+            C.HEADS,
+            dtype,
             C.CHAINED,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -460,24 +676,54 @@ def _index_stage(
         keys, scales = quantise.in_bytes(of.keys), of.scales
     chained = gpu.has_chained_launch(key.device)
     launches.kernel(_index, tokens, 1 if q is None else 1 + cdiv(heads, HEADS))(
-        key, proj, q, of.gamma, of.beta, of.sin, of.cos, of.cache_index, keys, scales, weights,
-        None if values is None else quantise.in_bytes(values), tokens, page, pages * page,
-        keys.stride(0), scales.stride(0), of.eps,
+        key,
+        proj,
+        q,
+        of.gamma,
+        of.beta,
+        of.sin,
+        of.cos,
+        of.cache_index,
+        keys,
+        scales,
+        weights,
+        None if values is None else quantise.in_bytes(values),
+        tokens,
+        page,
+        pages * page,
+        keys.stride(0),
+        scales.stride(0),
+        of.eps,
         C=IndexConstants(
-            DI=of.gamma.shape[0], D=of.sin.shape[-1], NI=heads, KEY=key.stride(1),
-            PROJ=proj.stride(1), KEY_RUNS=key.shape[0], PROJ_RUNS=proj.shape[0],
-            RUNS=0 if q is None else q.shape[0], KIND=of.kind, HEADS=0 if q is None else HEADS,
-            UE8M0=of.scale_format == "ue8m0", HADAMARD=of.hadamard,
-            BF16=of.hadamard_round == "bf16", INTERLEAVED=of.interleaved, CHAINED=chained,
+            DI=of.gamma.shape[0],
+            D=of.sin.shape[-1],
+            NI=heads,
+            KEY=key.stride(1),
+            PROJ=proj.stride(1),
+            KEY_RUNS=key.shape[0],
+            PROJ_RUNS=proj.shape[0],
+            RUNS=0 if q is None else q.shape[0],
+            KIND=of.kind,
+            HEADS=0 if q is None else HEADS,
+            UE8M0=of.scale_format == "ue8m0",
+            HADAMARD=of.hadamard,
+            BF16=of.hadamard_round == "bf16",
+            INTERLEAVED=of.interleaved,
+            CHAINED=chained,
         ),
         launch_pdl=chained,
-    )  # fmt: skip
+    )
 
 
 def index_product(
-    c: Rows, weight: Weight, weight_format: str, of: Index, *, first: bool = False,
+    c: Rows,
+    weight: Weight,
+    weight_format: str,
+    of: Index,
+    *,
+    first: bool = False,
     second: bool = False,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """c W_qb [RUNS, T, NI DI]; None where both are floats, and index_side makes the queries."""
     if weight.scale is not None:
         form = weight.form(weight_format)
@@ -490,9 +736,15 @@ def index_product(
 
 
 def index_side(
-    key: Tensor, proj: Tensor, q: Tensor | None, c: Rows, weight: Weight, weight_format: str,
-    shape: tuple[int, int], of: Index,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    key: Tensor,
+    proj: Tensor,
+    q: Tensor | None,
+    c: Rows,
+    weight: Weight,
+    weight_format: str,
+    shape: tuple[int, int],
+    of: Index,
+) -> tuple[Tensor, Tensor]:
     """Sums of x and of c -> (queries [*shape, NI, DI], weights [*shape, NI]), of 8 bits and folded
     where the cache is, which gets the keys."""
     tokens, heads = proj.shape[1:]
@@ -524,23 +776,48 @@ def is_one_launch(c: Rows, weight: Weight, weight_format: str, w_uk: Tensor, sin
 
 
 def query_heads(
-    c: Rows, weight: Weight, weight_format: str, w_uk: Tensor, sin: Tensor, cos: Tensor,
-    shape: tuple[int, int], interleaved: bool, *, into: tuple[Tensor, Tensor] | None = None,
+    c: Rows,
+    weight: Weight,
+    weight_format: str,
+    w_uk: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    shape: tuple[int, int],
+    interleaved: bool,
+    *,
+    into: tuple[Tensor, Tensor] | None = None,
     forked: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """As stages.query_heads, from c as the weight wants it."""
     if weight.scale is None:
         return stages.query_heads(
-            c.values, weight.values, weight_format, w_uk, sin, cos, shape, interleaved,
-            into=into, forked=forked,
-        )  # fmt: skip
+            c.values,
+            weight.values,
+            weight_format,
+            w_uk,
+            sin,
+            cos,
+            shape,
+            interleaved,
+            into=into,
+            forked=forked,
+        )
     query, query_rope = into or stages.query_room(w_uk, sin, shape)
     if is_one_launch(c, weight, weight_format, w_uk, sin):
         assert c.scale is not None  # as the weight has one
         hopper_heads.launch(
-            quantise.to_read(c.values)[0], c.scale, quantise.to_read(weight.values)[0],
-            weight.scale, w_uk, sin, cos, query, query_rope, interleaved, forked=forked,
-        )  # fmt: skip
+            quantise.to_read(c.values)[0],
+            c.scale,
+            quantise.to_read(weight.values)[0],
+            weight.scale,
+            w_uk,
+            sin,
+            cos,
+            query,
+            query_rope,
+            interleaved,
+            forked=forked,
+        )
         return query, query_rope
     form = weight.form(weight_format)
     q = quantised_matmul.product(c, [weight], form, w_uk.dtype, forked=forked)

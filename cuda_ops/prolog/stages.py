@@ -118,7 +118,7 @@ def rms_normed(partial, stride, g, eps, N: tl.constexpr, RUNS: tl.constexpr, dty
 @triton.jit
 def _store_query_norm(
     partial, stride, gamma, out, eps, N: tl.constexpr, RUNS: tl.constexpr, CHAINED: tl.constexpr
-):  # fmt: skip
+):
     g = weights_of(gamma, N)
     if CHAINED:
         gdc_wait()
@@ -128,9 +128,15 @@ def _store_query_norm(
 
 @triton.jit
 def rotary_key(
-    partial, stride, c, s, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    partial,
+    stride,
+    c,
+    s,
+    D: tl.constexpr,
+    RUNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     dtype: tl.constexpr,
-):  # fmt: skip
+):
     """(columns, in range, the rotated key of a token)"""
     d = tl.arange(0, triton.next_power_of_2(D))
     mask = d < D
@@ -142,9 +148,19 @@ def rotary_key(
 
 @triton.jit
 def latent_and_key(
-    partial, stride, gamma, cos, sin, eps, R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, dtype: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    partial,
+    stride,
+    gamma,
+    cos,
+    sin,
+    eps,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    RUNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    dtype: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """(columns, in range, latent; columns, in range, rotated key) of a token"""
     g = weights_of(gamma, R)
     d = tl.arange(0, triton.next_power_of_2(D))
@@ -158,24 +174,56 @@ def latent_and_key(
 
 @triton.jit
 def store_latent(
-    partial, stride, gamma, cos, sin, kv_row, kr_row, eps, present,
-    R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    partial,
+    stride,
+    gamma,
+    cos,
+    sin,
+    kv_row,
+    kr_row,
+    eps,
+    present,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    RUNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     CHAINED: tl.constexpr,
-):  # fmt: skip
+):
     """The latent and the rotated key of a token, into their cache rows."""
     j, mask, normed, d, d_mask, key = latent_and_key(
-        partial, stride, gamma, cos, sin, eps, R, D, RUNS, INTERLEAVED, kv_row.dtype.element_ty,
+        partial,
+        stride,
+        gamma,
+        cos,
+        sin,
+        eps,
+        R,
+        D,
+        RUNS,
+        INTERLEAVED,
+        kv_row.dtype.element_ty,
         CHAINED,
-    )  # fmt: skip
+    )
     tl.store(kv_row + j, normed, mask=mask & present)
     tl.store(kr_row + d, key, mask=d_mask & present)
 
 
 @triton.jit
 def index_key(
-    partial, stride, gamma, beta, cos, sin, eps, DI: tl.constexpr, D: tl.constexpr,
-    RUNS: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    partial,
+    stride,
+    gamma,
+    beta,
+    cos,
+    sin,
+    eps,
+    DI: tl.constexpr,
+    D: tl.constexpr,
+    RUNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    dtype: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """(columns, in range, key): LayerNorm of the float32 sums, rounded; the first D columns
     rotated."""
     j = tl.arange(0, triton.next_power_of_2(DI))
@@ -203,15 +251,37 @@ def index_key(
 
 @triton.jit
 def _store_index_key(
-    partial, stride, gamma, beta, cos, sin, k_row, eps, present,
-    DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    partial,
+    stride,
+    gamma,
+    beta,
+    cos,
+    sin,
+    k_row,
+    eps,
+    present,
+    DI: tl.constexpr,
+    D: tl.constexpr,
+    RUNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     CHAINED: tl.constexpr,
-):  # fmt: skip
+):
     """Into the cache row."""
     j, mask, key = index_key(
-        partial, stride, gamma, beta, cos, sin, eps, DI, D, RUNS, INTERLEAVED,
-        k_row.dtype.element_ty, CHAINED,
-    )  # fmt: skip
+        partial,
+        stride,
+        gamma,
+        beta,
+        cos,
+        sin,
+        eps,
+        DI,
+        D,
+        RUNS,
+        INTERLEAVED,
+        k_row.dtype.element_ty,
+        CHAINED,
+    )
     tl.store(k_row + j, key, mask=mask & present)
 
 
@@ -224,13 +294,36 @@ def store_weights(partial, stride, out, N: tl.constexpr, RUNS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "slots", "eps_cq", "eps_ckv", "eps_k"])
 def _token_stage(
-    partial, gamma_cq, gamma_ckv, gamma_k, beta_k, sin, cos, cache_index,
-    kv_cache, kr_cache, index_k_cache, query_norm, weights,
-    tokens, slots, eps_cq, eps_ckv, eps_k,
-    Q: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DI: tl.constexpr, NI: tl.constexpr,
-    RUNS: tl.constexpr, MLA: tl.constexpr, INDEX: tl.constexpr, INTERLEAVED: tl.constexpr,
-    INDEX_INTERLEAVED: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    partial,
+    gamma_cq,
+    gamma_ckv,
+    gamma_k,
+    beta_k,
+    sin,
+    cos,
+    cache_index,
+    kv_cache,
+    kr_cache,
+    index_k_cache,
+    query_norm,
+    weights,
+    tokens,
+    slots,
+    eps_cq,
+    eps_ckv,
+    eps_k,
+    Q: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    DI: tl.constexpr,
+    NI: tl.constexpr,
+    RUNS: tl.constexpr,
+    MLA: tl.constexpr,
+    INDEX: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INDEX_INTERLEAVED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """One program: a token and a role (query norm, latent and rotated key, index key).  The sums
     lie as [Q | R | D | DI | NI], the parts of an op that was not asked for left out."""
     LATENT: tl.constexpr = Q + R + D if MLA else 0
@@ -253,24 +346,61 @@ def _token_stage(
             )
         if role == 1:
             store_latent(
-                partial + Q, stride, gamma_ckv, cos, sin, kv_cache + slot * R, kr_cache + slot * D,
-                eps_ckv, present, R, D, RUNS, INTERLEAVED, CHAINED,
-            )  # fmt: skip
+                partial + Q,
+                stride,
+                gamma_ckv,
+                cos,
+                sin,
+                kv_cache + slot * R,
+                kr_cache + slot * D,
+                eps_ckv,
+                present,
+                R,
+                D,
+                RUNS,
+                INTERLEAVED,
+                CHAINED,
+            )
     if INDEX and role == 2:
         _store_index_key(
-            partial + LATENT, stride, gamma_k, beta_k, cos, sin, index_k_cache + slot * DI,
-            eps_k, present, DI, D, RUNS, INDEX_INTERLEAVED, CHAINED,
-        )  # fmt: skip
+            partial + LATENT,
+            stride,
+            gamma_k,
+            beta_k,
+            cos,
+            sin,
+            index_k_cache + slot * DI,
+            eps_k,
+            present,
+            DI,
+            D,
+            RUNS,
+            INDEX_INTERLEAVED,
+            CHAINED,
+        )
         store_weights(partial + LATENT + DI, stride, weights + token * NI, NI, RUNS)
 
 
 @triton.jit
 def _absorb(
-    q, w_uk, out, program, tokens, q_stride, run_stride,
-    HEADS: tl.constexpr, DN: tl.constexpr, D: tl.constexpr, R: tl.constexpr, RUNS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
+    q,
+    w_uk,
+    out,
+    program,
+    tokens,
+    q_stride,
+    run_stride,
+    HEADS: tl.constexpr,
+    DN: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    RUNS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
     CHAINED: tl.constexpr,
-):  # fmt: skip
+):
     """out[t, h, :] = q_nope[t, h, :] w_uk[h]: one program a head, block of columns, of tokens."""
     dtype: tl.constexpr = out.dtype.element_ty
     PARTS: tl.constexpr = (R + BLOCK_N - 1) // BLOCK_N
@@ -328,10 +458,22 @@ def _absorb(
 
 @triton.jit
 def _rotate_heads(
-    q, out, sin, cos, program, q_stride, run_stride,
-    HEADS: tl.constexpr, HEAD: tl.constexpr, SKIP: tl.constexpr, WIDTH: tl.constexpr,
-    D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    q,
+    out,
+    sin,
+    cos,
+    program,
+    q_stride,
+    run_stride,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    SKIP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    RUNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     """out[t, h, :WIDTH] = columns SKIP.. of head h (HEAD columns a head), the first D rotated; one
     program a token and a block of heads."""
     dtype: tl.constexpr = out.dtype.element_ty
@@ -366,11 +508,27 @@ def _rotate_heads(
 
 @triton.jit(do_not_specialize=["tokens", "absorbers"])
 def _query_stage(
-    q, w_uk, sin, cos, query, query_rope, tokens, absorbers,
-    HEADS: tl.constexpr, DN: tl.constexpr, R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr, BLOCK_H: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    q,
+    w_uk,
+    sin,
+    cos,
+    query,
+    query_rope,
+    tokens,
+    absorbers,
+    HEADS: tl.constexpr,
+    DN: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    RUNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """Programs [0, absorbers) absorb, the rest rotate.  q [RUNS, T, HEADS (DN + D)]."""
     TOTAL: tl.constexpr = HEADS * (DN + D)
     program = tl.program_id(0)
@@ -379,35 +537,86 @@ def _query_stage(
         gdc_launch_dependents()
     if program < absorbers:
         _absorb(
-            q, w_uk, query, program, tokens, TOTAL, run_stride, HEADS, DN, D, R, RUNS, BLOCK_T,
-            BLOCK_N, BLOCK_K, SWAP, CHAINED,
-        )  # fmt: skip
+            q,
+            w_uk,
+            query,
+            program,
+            tokens,
+            TOTAL,
+            run_stride,
+            HEADS,
+            DN,
+            D,
+            R,
+            RUNS,
+            BLOCK_T,
+            BLOCK_N,
+            BLOCK_K,
+            SWAP,
+            CHAINED,
+        )
     else:
         if CHAINED:
             gdc_wait()
         _rotate_heads(
-            q, query_rope, sin, cos, program - absorbers, TOTAL, run_stride, HEADS, DN + D, DN, D,
-            D, RUNS, INTERLEAVED, BLOCK_H,
-        )  # fmt: skip
+            q,
+            query_rope,
+            sin,
+            cos,
+            program - absorbers,
+            TOTAL,
+            run_stride,
+            HEADS,
+            DN + D,
+            DN,
+            D,
+            D,
+            RUNS,
+            INTERLEAVED,
+            BLOCK_H,
+        )
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _rotation(
-    q, sin, cos, out, tokens,
-    HEADS: tl.constexpr, HEAD: tl.constexpr, SKIP: tl.constexpr, WIDTH: tl.constexpr,
-    D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr,
-    CHAINED: tl.constexpr, LATE: tl.constexpr,
-):  # fmt: skip
+    q,
+    sin,
+    cos,
+    out,
+    tokens,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    SKIP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    RUNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    CHAINED: tl.constexpr,
+    LATE: tl.constexpr,
+):
     """Heads of q [RUNS, T, HEADS HEAD], without their first SKIP columns."""
     if CHAINED:
         gdc_launch_dependents()
         if not LATE:
             gdc_wait()
     _rotate_heads(
-        q, out, sin, cos, tl.program_id(0), HEADS * HEAD,
-        tl.cast(tokens, tl.int64) * (HEADS * HEAD), HEADS, HEAD, SKIP, WIDTH, D, RUNS, INTERLEAVED,
+        q,
+        out,
+        sin,
+        cos,
+        tl.program_id(0),
+        HEADS * HEAD,
+        tl.cast(tokens, tl.int64) * (HEADS * HEAD),
+        HEADS,
+        HEAD,
+        SKIP,
+        WIDTH,
+        D,
+        RUNS,
+        INTERLEAVED,
         BLOCK_H,
-    )  # fmt: skip
+    )
     if CHAINED and LATE:
         gdc_wait()
 
@@ -455,33 +664,50 @@ class Index:
 
 
 def token_stage(
-    partial: Tensor, sin: Tensor, cos: Tensor, cache_index: Tensor, latent: Latent | None,
+    partial: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    cache_index: Tensor,
+    latent: Latent | None,
     index: Index | None,
-) -> None:  # fmt: skip
+) -> None:
     """part [RUNS, T, Q + R + D + DI + NI]: norms, rotations, scatters; head weights."""
     runs, tokens, _ = partial.shape
     cache = latent.kv_cache if latent else index.k_cache
     chained = gpu.has_chained_launch(partial.device)
     launches.kernel(_token_stage, tokens, (2 if latent else 0) + (1 if index else 0))(
         partial,
-        latent and latent.gamma_cq, latent and latent.gamma_ckv,
-        index and index.gamma, index and index.beta,
-        sin, cos, cache_index,
-        latent and latent.kv_cache, latent and latent.kr_cache, index and index.k_cache,
-        latent and latent.query_norm, index and index.weights,
-        tokens, cache.shape[0] * cache.shape[1],
-        latent.eps_cq if latent else 0.0, latent.eps_ckv if latent else 0.0,
+        latent and latent.gamma_cq,
+        latent and latent.gamma_ckv,
+        index and index.gamma,
+        index and index.beta,
+        sin,
+        cos,
+        cache_index,
+        latent and latent.kv_cache,
+        latent and latent.kr_cache,
+        index and index.k_cache,
+        latent and latent.query_norm,
+        index and index.weights,
+        tokens,
+        cache.shape[0] * cache.shape[1],
+        latent.eps_cq if latent else 0.0,
+        latent.eps_ckv if latent else 0.0,
         index.eps if index else 0.0,
         Q=latent.gamma_cq.shape[0] if latent else 0,
         R=latent.gamma_ckv.shape[0] if latent else 0,
         D=sin.shape[-1],
         DI=index.gamma.shape[0] if index else 0,
         NI=index.weights.shape[-1] if index else 0,
-        RUNS=runs, MLA=latent is not None, INDEX=index is not None,
+        RUNS=runs,
+        MLA=latent is not None,
+        INDEX=index is not None,
         INTERLEAVED=latent is not None and latent.interleaved,
         INDEX_INTERLEAVED=index is not None and index.interleaved,
-        CHAINED=chained, num_warps=8 if tokens <= 32 else 4, launch_pdl=chained,
-    )  # fmt: skip
+        CHAINED=chained,
+        num_warps=8 if tokens <= 32 else 4,
+        launch_pdl=chained,
+    )
 
 
 def is_one_launch(c: Tensor, weight: Tensor, weight_format: str, w_uk: Tensor, sin: Tensor) -> bool:
@@ -498,17 +724,33 @@ def query_room(w_uk: Tensor, sin: Tensor, shape: tuple[int, int]) -> tuple[Tenso
 
 
 def query_heads(
-    c: Tensor, weight: Tensor, weight_format: str, w_uk: Tensor, sin: Tensor, cos: Tensor,
-    shape: tuple[int, int], interleaved: bool, *, into: tuple[Tensor, Tensor] | None = None,
+    c: Tensor,
+    weight: Tensor,
+    weight_format: str,
+    w_uk: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    shape: tuple[int, int],
+    interleaved: bool,
+    *,
+    into: tuple[Tensor, Tensor] | None = None,
     forked: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """c [T, K] -> query [*shape, N, R], query_rope [*shape, N, D]; `forked` as for product."""
     query, query_rope = into or query_room(w_uk, sin, shape)
     if is_one_launch(c, weight, weight_format, w_uk, sin):
         hopper_heads.launch(
-            c, weight, form_of(weight, weight_format), w_uk, sin, cos, query, query_rope,
-            interleaved, forked=forked,
-        )  # fmt: skip
+            c,
+            weight,
+            form_of(weight, weight_format),
+            w_uk,
+            sin,
+            cos,
+            query,
+            query_rope,
+            interleaved,
+            forked=forked,
+        )
     else:
         heads, plain, _rank = w_uk.shape
         size = heads * (plain + sin.shape[-1])
@@ -518,9 +760,17 @@ def query_heads(
 
 
 def index_heads(
-    c: Tensor, weight: Tensor, weight_format: str, size: int, sin: Tensor, cos: Tensor,
-    shape: tuple[int, int], interleaved: bool, *, late: bool = False,
-) -> Tensor:  # fmt: skip
+    c: Tensor,
+    weight: Tensor,
+    weight_format: str,
+    size: int,
+    sin: Tensor,
+    cos: Tensor,
+    shape: tuple[int, int],
+    interleaved: bool,
+    *,
+    late: bool = False,
+) -> Tensor:
     """c [T, K] -> query_index [*shape, NI, DI].  `late`: c does not come from the kernel before."""
     tokens, depth = c.shape
     heads = weight.numel() // (depth * size)
@@ -530,11 +780,20 @@ def index_heads(
     rotates = size % 64 == 0 and sin.shape[-1] == 64
     if config and rotates and hopper_product.supports(c, [weight], [heads * size], [form]):
         hopper_product.launch(
-            c, [weight] * 4, form, [heads * size, 0, 0, 0],
-            query_index.view(1, tokens, heads * size), config.k * cdiv(depth, config.k),
-            heads * size // config.columns * cdiv(tokens, config.tokens), config,
-            late=late, head=size, sin=sin, cos=cos, interleaved=interleaved,
-        )  # fmt: skip
+            c,
+            [weight] * 4,
+            form,
+            [heads * size, 0, 0, 0],
+            query_index.view(1, tokens, heads * size),
+            config.k * cdiv(depth, config.k),
+            heads * size // config.columns * cdiv(tokens, config.tokens),
+            config,
+            late=late,
+            head=size,
+            sin=sin,
+            cos=cos,
+            interleaved=interleaved,
+        )
     else:
         q = product(c, [(weight, heads * size)], weight_format)
         index_stage(q, sin, cos, query_index, interleaved)
@@ -542,9 +801,14 @@ def index_heads(
 
 
 def query_stage(
-    q: Tensor, sin: Tensor, cos: Tensor, w_uk: Tensor, query: Tensor, query_rope: Tensor,
+    q: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    w_uk: Tensor,
+    query: Tensor,
+    query_rope: Tensor,
     interleaved: bool,
-) -> None:  # fmt: skip
+) -> None:
     """q [RUNS, T, N (DN + D)] -> query [.., N, R], query_rope [.., N, D]."""
     runs, tokens, _ = q.shape
     heads, plain, rank = w_uk.shape
@@ -557,12 +821,29 @@ def query_stage(
     columns = min(tiling.columns, power_of_two(max(rank, 16)))
     absorbers = heads * cdiv(rank, columns) * cdiv(tokens, tiling.tokens)
     launches.kernel(_query_stage, absorbers + tokens * cdiv(heads, BLOCK_H))(
-        q, w_uk, sin, cos, query, query_rope, tokens, absorbers,
-        HEADS=heads, DN=plain, R=rank, D=sin.shape[-1], RUNS=runs, INTERLEAVED=interleaved,
-        BLOCK_T=tiling.tokens, BLOCK_N=columns, BLOCK_K=min(tiling.k, power_of_two(max(plain, 16))),
-        SWAP=tiling.swap, BLOCK_H=BLOCK_H, CHAINED=chained, num_warps=tiling.warps,
+        q,
+        w_uk,
+        sin,
+        cos,
+        query,
+        query_rope,
+        tokens,
+        absorbers,
+        HEADS=heads,
+        DN=plain,
+        R=rank,
+        D=sin.shape[-1],
+        RUNS=runs,
+        INTERLEAVED=interleaved,
+        BLOCK_T=tiling.tokens,
+        BLOCK_N=columns,
+        BLOCK_K=min(tiling.k, power_of_two(max(plain, 16))),
+        SWAP=tiling.swap,
+        BLOCK_H=BLOCK_H,
+        CHAINED=chained,
+        num_warps=tiling.warps,
         launch_pdl=chained,
-    )  # fmt: skip
+    )
 
 
 def index_stage(
@@ -573,17 +854,35 @@ def index_stage(
 
 
 def _rotate(
-    q: Tensor, sin: Tensor, cos: Tensor, out: Tensor, interleaved: bool, skip: int, *,
+    q: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    out: Tensor,
+    interleaved: bool,
+    skip: int,
+    *,
     late: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """out [.., N, WIDTH] = the heads of q [RUNS, T, N (skip + WIDTH)], their first columns behind
     `skip` rotated; `late` as for product."""
     runs, tokens, _ = q.shape
     heads, width = out.shape[-2:]
     chained = gpu.has_chained_launch(q.device)
     launches.kernel(_rotation, tokens * cdiv(heads, BLOCK_H))(
-        q, sin, cos, out, tokens,
-        HEADS=heads, HEAD=skip + width, SKIP=skip, WIDTH=width, D=sin.shape[-1], RUNS=runs,
-        INTERLEAVED=interleaved, BLOCK_H=BLOCK_H, CHAINED=chained, LATE=late,
+        q,
+        sin,
+        cos,
+        out,
+        tokens,
+        HEADS=heads,
+        HEAD=skip + width,
+        SKIP=skip,
+        WIDTH=width,
+        D=sin.shape[-1],
+        RUNS=runs,
+        INTERLEAVED=interleaved,
+        BLOCK_H=BLOCK_H,
+        CHAINED=chained,
+        LATE=late,
         launch_pdl=chained,
-    )  # fmt: skip
+    )

@@ -89,6 +89,12 @@ class FastLauncher:
         else:
             return self._in_c, (*self._grid, stream, *self._between, *values)
         return self._run, (
-            *self._grid, stream, self._kernel.function, self._kernel.packed_metadata, about,
-            enter, leave, *values,
-        )  # fmt: skip
+            *self._grid,
+            stream,
+            self._kernel.function,
+            self._kernel.packed_metadata,
+            about,
+            enter,
+            leave,
+            *values,
+        )

@@ -81,7 +81,22 @@ def attended_apart(
     nope, rope, scale = _parts(key, key_dtype, row_layout, query)
     of_value, _rope, value_scale = _parts(value, value_dtype, row_layout, query)
     return sparse_flash_attention.attend(
-        query, nope, of_value, query_rope, rope, scale, value_scale, sparse_indices, scale_value,
-        block_table, actual_seq_lengths_query, actual_seq_lengths_kv, sparse_block_size,
-        layout_query, layout_kv, sparse_mode, statistics, sinks,
-    )  # fmt: skip
+        query,
+        nope,
+        of_value,
+        query_rope,
+        rope,
+        scale,
+        value_scale,
+        sparse_indices,
+        scale_value,
+        block_table,
+        actual_seq_lengths_query,
+        actual_seq_lengths_kv,
+        sparse_block_size,
+        layout_query,
+        layout_kv,
+        sparse_mode,
+        statistics,
+        sinks,
+    )

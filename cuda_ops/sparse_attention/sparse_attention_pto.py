@@ -91,27 +91,50 @@ def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
         first=True,
     )
     stages.token_stage(
-        projected, a.sin, a.cos, a.cache_index,
+        projected,
+        a.sin,
+        a.cos,
+        a.cache_index,
         stages.Latent(
-            a.gamma_cq, a.gamma_ckv, a.kv_cache, a.kr_cache, query_norm, a.rms_norm_eps,
-            a.rms_norm_eps, a.rope_interleaved,
+            a.gamma_cq,
+            a.gamma_ckv,
+            a.kv_cache,
+            a.kr_cache,
+            query_norm,
+            a.rms_norm_eps,
+            a.rms_norm_eps,
+            a.rope_interleaved,
         ),
         stages.Index(
-            a.in_gamma_k, a.in_beta_k, a.index_k_cache, weights, a.layer_norm_eps,
+            a.in_gamma_k,
+            a.in_beta_k,
+            a.index_k_cache,
+            weights,
+            a.layer_norm_eps,
             a.index_rope_interleaved,
         ),
-    )  # fmt: skip
+    )
 
     query_index = stages.index_heads(
-        query_norm, a.w_idx_qb, a.weight_format, size, a.sin, a.cos, (requests, steps),
+        query_norm,
+        a.w_idx_qb,
+        a.weight_format,
+        size,
+        a.sin,
+        a.cos,
+        (requests, steps),
         a.index_rope_interleaved,
-    )  # fmt: skip
+    )
     scored = lightning_indexer.scores(**a.of_indexer(query_index, weights))
     of_heads = (query_norm, a.w_uq_qr, a.weight_format, a.w_uk, a.sin)
     absorbed = partial(
-        stages.query_heads, *of_heads, a.cos, (requests, steps), a.rope_interleaved,
+        stages.query_heads,
+        *of_heads,
+        a.cos,
+        (requests, steps),
+        a.rope_interleaved,
         into=stages.query_room(a.w_uk, a.sin, (requests, steps)),
-    )  # fmt: skip
+    )
     # of more than 128 tokens the queries' programs would leave those of the top-k no registers
     first = tokens <= 128 and stages.is_one_launch(*of_heads)
     (query, query_rope), indices = _side_by_side(a, absorbed, scored, first)
@@ -147,24 +170,47 @@ def _of_8_bits(a: layer.Whole) -> tuple[Tensor, Tensor]:
     heads, plain, rank = a.w_uk.shape
     ranks, rotary, size = a.gamma_cq.shape[0], a.sin.shape[-1], a.in_gamma_k.shape[0]
     down, latent, key, proj = quantised_stages.first_products(
-        a.x.view(-1, hidden), {},
+        a.x.view(-1, hidden),
+        {},
         [
             Weight(a.w_dq, ranks, a.dequant_scale_w_dq),
             Weight(a.w_dkv_kr, rank + rotary, a.dequant_scale_w_dkv_kr),
             Weight(a.w_idx_k, size, a.dequant_scale_w_idx_k),
             Weight(a.w_idx_proj, a.index_heads, None),
         ],
-        a.weight_format, a.scale_format, a.x.dtype,
-    )  # fmt: skip
+        a.weight_format,
+        a.scale_format,
+        a.x.dtype,
+    )
     of_latents = quantised_stages.Latent(
-        a.gamma_cq, a.gamma_ckv, a.rms_norm_eps, a.rms_norm_eps,
-        a.rows() if a.in_rows else a.kv_cache, a.kr_cache, a.cache_index, a.sin, a.cos,
-        a.rope_interleaved, a.in_rows, a.row_layout, a.scale_format, a.k_nope_clip_alpha,
-    )  # fmt: skip
+        a.gamma_cq,
+        a.gamma_ckv,
+        a.rms_norm_eps,
+        a.rms_norm_eps,
+        a.rows() if a.in_rows else a.kv_cache,
+        a.kr_cache,
+        a.cache_index,
+        a.sin,
+        a.cos,
+        a.rope_interleaved,
+        a.in_rows,
+        a.row_layout,
+        a.scale_format,
+        a.k_nope_clip_alpha,
+    )
     of_keys = quantised_stages.Index(
-        a.in_gamma_k, a.in_beta_k, a.layer_norm_eps, *a.index_cache(), a.cache_index, a.sin, a.cos,
-        a.index_rope_interleaved, a.index_hadamard, a.hadamard_round, a.scale_format,
-    )  # fmt: skip
+        a.in_gamma_k,
+        a.in_beta_k,
+        a.layer_norm_eps,
+        *a.index_cache(),
+        a.cache_index,
+        a.sin,
+        a.cos,
+        a.index_rope_interleaved,
+        a.index_hadamard,
+        a.hadamard_round,
+        a.scale_format,
+    )
     kind, index_kind = (quantised.kind_of(w.dtype) for w in (a.w_uq_qr, a.w_idx_qb))
     norm, c = quantised_stages.latent_tokens(down, latent, of_latents, kind, a.smooth_scales_cq)
     of_index = Rows(norm)
@@ -186,9 +232,13 @@ def _of_8_bits(a: layer.Whole) -> tuple[Tensor, Tensor]:
     w_uq_qr = Weight(a.w_uq_qr, heads * (plain + rotary), a.dequant_scale_w_uq_qr)
     of_heads = (c, w_uq_qr, a.weight_format, a.w_uk, a.sin)
     absorbed = partial(
-        quantised_stages.query_heads, *of_heads, a.cos, shape, a.rope_interleaved,
+        quantised_stages.query_heads,
+        *of_heads,
+        a.cos,
+        shape,
+        a.rope_interleaved,
         into=stages.query_room(a.w_uk, a.sin, shape),
-    )  # fmt: skip
+    )
     first = requests * steps <= 128 and quantised_stages.is_one_launch(*of_heads)
     (query, query_rope), indices = _side_by_side(a, absorbed, scored, first)
     if not a.in_rows:

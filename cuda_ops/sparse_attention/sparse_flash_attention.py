@@ -85,9 +85,18 @@ def _row(slot, o_stride, i_stride, max_kv_len, UNIFORM_STRIDE: tl.constexpr, LAY
 
 @triton.jit
 def _scaled(
-    base, scales, slot, o_stride, i_stride, scale_o, scale_i, max_kv_len, dtype: tl.constexpr,
-    LAYOUT: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    base,
+    scales,
+    slot,
+    o_stride,
+    i_stride,
+    scale_o,
+    scale_i,
+    max_kv_len,
+    dtype: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    C: tl.constexpr,
+):
     """[keys, R] that values of 8 bits stand for, 128 of them to a scale: the product in float32,
     rounded once."""
     tile = tl.arange(0, C.R // 128)
@@ -108,9 +117,17 @@ def _scaled(
 
 @triton.jit
 def _load(
-    base, slot, d, o_stride, i_stride, max_kv_len, UNIFORM_STRIDE: tl.constexpr,
-    LAYOUT: tl.constexpr, D: tl.constexpr, END: tl.constexpr,
-):  # fmt: skip
+    base,
+    slot,
+    d,
+    o_stride,
+    i_stride,
+    max_kv_len,
+    UNIFORM_STRIDE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    D: tl.constexpr,
+    END: tl.constexpr,
+):
     """[keys, columns d] of a key tensor; D is where its columns end, END where d does."""
     row = _row(slot, o_stride, i_stride, max_kv_len, UNIFORM_STRIDE, LAYOUT)
     at = base + row[:, None] + d[None, :]
@@ -133,15 +150,55 @@ def _load(
     ]
 )
 def _attend(
-    q, q_rope, key, key_rope, value, key_scale, value_scale, indices, slots, seqlens_q, seqlens_k,
-    table, sinks, out, partial, partial_max, partial_sum, softmax_max, softmax_sum,
-    scale_log2, tokens, requests, max_kv_len, table_stride, pages, entries, per_split, strides,
-    LAYOUT: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    q,
+    q_rope,
+    key,
+    key_rope,
+    value,
+    key_scale,
+    value_scale,
+    indices,
+    slots,
+    seqlens_q,
+    seqlens_k,
+    table,
+    sinks,
+    out,
+    partial,
+    partial_max,
+    partial_sum,
+    softmax_max,
+    softmax_sum,
+    scale_log2,
+    tokens,
+    requests,
+    max_kv_len,
+    table_stride,
+    pages,
+    entries,
+    per_split,
+    strides,
+    LAYOUT: tl.constexpr,
+    C: tl.constexpr,
+):
     (
-        q_row, q_head, qr_row, qr_head, key_o, key_i, rope_o, rope_i, value_o, value_i,
-        key_scale_o, key_scale_i, value_scale_o, value_scale_i, index_stride, slot_stride,
-    ) = strides  # fmt: skip
+        q_row,
+        q_head,
+        qr_row,
+        qr_head,
+        key_o,
+        key_i,
+        rope_o,
+        rope_i,
+        value_o,
+        value_i,
+        key_scale_o,
+        key_scale_i,
+        value_scale_o,
+        value_scale_i,
+        index_stride,
+        slot_stride,
+    ) = strides
     of = rows.Requests(
         seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
     )
@@ -194,19 +251,44 @@ def _attend(
             )
         else:
             k_tile = _scaled(
-                key, key_scale, slot, key_o, key_i, key_scale_o, key_scale_i, max_kv_len,
-                q_tile.dtype, LAYOUT, C,
-            )  # fmt: skip
+                key,
+                key_scale,
+                slot,
+                key_o,
+                key_i,
+                key_scale_o,
+                key_scale_i,
+                max_kv_len,
+                q_tile.dtype,
+                LAYOUT,
+                C,
+            )
         if C.RIGHT > 0:
             k_tile2 = _load(
-                key, slot, e, key_o, key_i, max_kv_len, C.UNIFORM_STRIDE, LAYOUT, C.R,
+                key,
+                slot,
+                e,
+                key_o,
+                key_i,
+                max_kv_len,
+                C.UNIFORM_STRIDE,
+                LAYOUT,
+                C.R,
                 C.LEFT + C.RIGHT,
-            )  # fmt: skip
+            )
         if C.D > 0:
             kr_tile = _load(
-                key_rope, slot, r, rope_o, rope_i, max_kv_len, C.UNIFORM_STRIDE, LAYOUT, C.D,
+                key_rope,
+                slot,
+                r,
+                rope_o,
+                rope_i,
+                max_kv_len,
+                C.UNIFORM_STRIDE,
+                LAYOUT,
+                C.D,
                 C.BLOCK_D,
-            )  # fmt: skip
+            )
         p = tl.broadcast_to(row_max[:, None], [C.BLOCK_H, C.BLOCK_N]).to(k_tile.dtype)
         alpha = row_max
         # in a branch the product for the scores is not seen to feed the next one, for which each of
@@ -232,19 +314,44 @@ def _attend(
         if not C.SHARED:
             if C.KIND == quantise.PLAIN:
                 k_tile = _load(
-                    value, slot, d, value_o, value_i, max_kv_len, C.UNIFORM_STRIDE, LAYOUT, C.R,
+                    value,
+                    slot,
+                    d,
+                    value_o,
+                    value_i,
+                    max_kv_len,
+                    C.UNIFORM_STRIDE,
+                    LAYOUT,
+                    C.R,
                     C.LEFT,
-                )  # fmt: skip
+                )
             else:
                 k_tile = _scaled(
-                    value, value_scale, slot, value_o, value_i, value_scale_o, value_scale_i,
-                    max_kv_len, q_tile.dtype, LAYOUT, C,
-                )  # fmt: skip
+                    value,
+                    value_scale,
+                    slot,
+                    value_o,
+                    value_i,
+                    value_scale_o,
+                    value_scale_i,
+                    max_kv_len,
+                    q_tile.dtype,
+                    LAYOUT,
+                    C,
+                )
             if C.RIGHT > 0:
                 k_tile2 = _load(
-                    value, slot, e, value_o, value_i, max_kv_len, C.UNIFORM_STRIDE, LAYOUT,
-                    C.R, C.LEFT + C.RIGHT,
-                )  # fmt: skip
+                    value,
+                    slot,
+                    e,
+                    value_o,
+                    value_i,
+                    max_kv_len,
+                    C.UNIFORM_STRIDE,
+                    LAYOUT,
+                    C.R,
+                    C.LEFT + C.RIGHT,
+                )
         acc = tl.dot(p, k_tile, acc * alpha[:, None], input_precision="ieee")
         if C.RIGHT > 0:
             acc2 = tl.dot(p, k_tile2, acc2 * alpha[:, None], input_precision="ieee")
@@ -393,10 +500,25 @@ def forward(
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return attend(
-        query, key, key if value is None else value, query_rope, key_rope, None, None,
-        sparse_indices, scale_value, block_table, actual_seq_lengths_query, actual_seq_lengths_kv,
-        sparse_block_size, layout_query, layout_kv, sparse_mode, return_softmax_lse, sinks,
-    )  # fmt: skip
+        query,
+        key,
+        key if value is None else value,
+        query_rope,
+        key_rope,
+        None,
+        None,
+        sparse_indices,
+        scale_value,
+        block_table,
+        actual_seq_lengths_query,
+        actual_seq_lengths_kv,
+        sparse_block_size,
+        layout_query,
+        layout_kv,
+        sparse_mode,
+        return_softmax_lse,
+        sinks,
+    )
 
 
 def attend(
@@ -428,8 +550,15 @@ def attend(
     heads, rank = query.shape[-2], query.shape[-1]
     out = memory.empty(query.shape, query.dtype, device)
     plan = rows.plan(
-        query, key, lengths_query, lengths_key, block_table, layout_query, layout_kv, sparse_mode,
-    )  # fmt: skip
+        query,
+        key,
+        lengths_query,
+        lengths_key,
+        block_table,
+        layout_query,
+        layout_kv,
+        sparse_mode,
+    )
     shape: tuple[int, ...] = (0,)
     if return_softmax_lse:  # [B, 1, S, N] and [1, T, N]: both lie as [rows, N]
         shape = (*query.shape[:-3], 1, *query.shape[-3:-1])
@@ -442,10 +571,21 @@ def attend(
     kr = key if key_rope is None else key_rope
     index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
     call = Attention(
-        q, qr, key, kr, index, sinks, out, softmax_max, softmax_sum, plan,
-        index.shape[1] * sparse_block_size, sparse_block_size, scale_value * LOG2E.value,
+        q,
+        qr,
+        key,
+        kr,
+        index,
+        sinks,
+        out,
+        softmax_max,
+        softmax_sum,
+        plan,
+        index.shape[1] * sparse_block_size,
+        sparse_block_size,
+        scale_value * LOG2E.value,
         0 if query_rope is None else query_rope.shape[-1],
-    )  # fmt: skip
+    )
     uniform = all(_uniform_stride(each, layout_kv) for each in (key, kr, value))
     together = uniform and not _apart(key, value)
     if together and key_scale is None and decode.supports(call):
@@ -461,9 +601,14 @@ def attend(
 
 
 def _plain(
-    call: Attention, value: Tensor, layout_kv: str, uniform: bool, kind: int, key_scale: Tensor,
+    call: Attention,
+    value: Tensor,
+    layout_kv: str,
+    uniform: bool,
+    kind: int,
+    key_scale: Tensor,
     value_scale: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """`kind` says whether keys and values are floats; then their scales are not read."""
     (count, heads, rank), device, entries = call.q.shape, call.q.device, call.entries
     apart = _apart(call.key, value)
@@ -474,26 +619,51 @@ def _plain(
     slots = memory.empty((count, tile.splits * per_split), torch.int32, device)
     of_keys = rows.strides(layout_kv, call.key, call.kr, value, key_scale, value_scale)
     launches.kernel(_attend, count * tile.splits * triton.cdiv(heads, tile.heads))(
-        call.q, call.qr, call.key, call.kr, value, key_scale, value_scale, call.index, slots,
-        sinks=call.softmax_max if call.sinks is None else call.sinks, out=call.out,
-        partial=parts.out, partial_max=parts.max, partial_sum=parts.sum,
+        call.q,
+        call.qr,
+        call.key,
+        call.kr,
+        value,
+        key_scale,
+        value_scale,
+        call.index,
+        slots,
+        sinks=call.softmax_max if call.sinks is None else call.sinks,
+        out=call.out,
+        partial=parts.out,
+        partial_max=parts.max,
+        partial_sum=parts.sum,
         softmax_max=call.softmax_max,
-        softmax_sum=call.softmax_sum, scale_log2=call.scale_log2, entries=entries,
-        per_split=per_split, **call.plan.arguments,
+        softmax_sum=call.softmax_sum,
+        scale_log2=call.scale_log2,
+        entries=entries,
+        per_split=per_split,
+        **call.plan.arguments,
         strides=(*call.query_strides, *of_keys, call.index.stride(0), slots.stride(0)),
         LAYOUT=call.plan.layout,
         C=Constants(
-            HEADS=heads, R=rank, D=call.rope, SPARSE_BLOCK=call.span, KIND=kind,
-            HAS_SINK=call.sinks is not None, STATS=call.softmax_max.numel() > 0,
+            HEADS=heads,
+            R=rank,
+            D=call.rope,
+            SPARSE_BLOCK=call.span,
+            KIND=kind,
+            HAS_SINK=call.sinks is not None,
+            STATS=call.softmax_max.numel() > 0,
             UNIFORM_STRIDE=uniform,
-            SHARED=not apart, SPLITS=tile.splits, BLOCK_H=tile.heads, BLOCK_N=tile.keys,
-            LEFT=tile.left, RIGHT=tile.right, BLOCK_D=max(16, triton.next_power_of_2(call.rope)),
+            SHARED=not apart,
+            SPLITS=tile.splits,
+            BLOCK_H=tile.heads,
+            BLOCK_N=tile.keys,
+            LEFT=tile.left,
+            RIGHT=tile.right,
+            BLOCK_D=max(16, triton.next_power_of_2(call.rope)),
             PLACE=min(1024, triton.next_power_of_2(max(per_split, tile.keys))),
-            STAGES=tile.stages, BRANCH=tile.heads == 64 and gpu.reads_shared(device),
+            STAGES=tile.stages,
+            BRANCH=tile.heads == 64 and gpu.reads_shared(device),
             CHAINED=is_chained(device, tile.splits),
         ),
         num_warps=tile.warps,
-    )  # fmt: skip
+    )
     if tile.splits > 1:
         combine(parts, call.sinks, call.out, call.softmax_max, call.softmax_sum)
 

@@ -95,8 +95,14 @@ def _place(slot, size, o_stride, i_stride, EVEN: tl.constexpr):
 
 @triton.jit
 def _deltas(
-    d_out, out, softmax_sum, d_softmax_sum, deltas, strides, C: tl.constexpr,
-):  # fmt: skip
+    d_out,
+    out,
+    softmax_sum,
+    d_softmax_sum,
+    deltas,
+    strides,
+    C: tl.constexpr,
+):
     do_row, do_head, o_row, o_head = strides
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
@@ -123,10 +129,24 @@ def _deltas(
     ]
 )  # fmt: skip
 def _slots(
-    indices, slots, seqlens_q, seqlens_k, table, first, tokens, requests, max_kv_len, table_stride,
-    pages, entries, keys, index_stride,
-    SPARSE_BLOCK: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    indices,
+    slots,
+    seqlens_q,
+    seqlens_k,
+    table,
+    first,
+    tokens,
+    requests,
+    max_kv_len,
+    table_stride,
+    pages,
+    entries,
+    keys,
+    index_stride,
+    SPARSE_BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The number of the key of each entry, or `keys` where it has none."""
     of = rows.Requests(
         seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
@@ -136,18 +156,37 @@ def _slots(
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     request, start, kv_len = rows.locate(row, of, LAYOUT)
     outer, inner, valid = selected(
-        entry, entries, indices + row * index_stride, kv_len, request, start, of, SPARSE_BLOCK,
+        entry,
+        entries,
+        indices + row * index_stride,
+        kv_len,
+        request,
+        start,
+        of,
+        SPARSE_BLOCK,
         LAYOUT,
-    )  # fmt: skip
+    )
     slot = slot_of(outer, inner, valid, max_kv_len, LAYOUT)
     tl.store(slots + local * entries + entry, tl.where(valid, slot, keys), mask=entry < entries)
 
 
 @triton.jit
 def _scores(
-    s, dp, q, key, do, value, head, h_ok, valid, strides,
-    WIDTH: tl.constexpr, DP: tl.constexpr, SHARED: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    s,
+    dp,
+    q,
+    key,
+    do,
+    value,
+    head,
+    h_ok,
+    valid,
+    strides,
+    WIDTH: tl.constexpr,
+    DP: tl.constexpr,
+    SHARED: tl.constexpr,
+    C: tl.constexpr,
+):
     """s += key . q and dp += value . do over WIDTH columns; `key`, `value` point to rows."""
     q_head, do_head = strides
     for first in tl.range(0, WIDTH, C.BLOCK_C, num_stages=C.STAGES):
@@ -168,14 +207,41 @@ def _scores(
 
 @triton.jit(do_not_specialize=["first", "entries", "keys", "size"])
 def _weights(
-    q, q_rope, key, key_rope, value, d_out, slots, softmax_max, softmax_sum, deltas, weights,
-    scale, first, entries, keys, size, strides,
-    ROPE: tl.constexpr, SHARED: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    q,
+    q_rope,
+    key,
+    key_rope,
+    value,
+    d_out,
+    slots,
+    softmax_max,
+    softmax_sum,
+    deltas,
+    weights,
+    scale,
+    first,
+    entries,
+    keys,
+    size,
+    strides,
+    ROPE: tl.constexpr,
+    SHARED: tl.constexpr,
+    C: tl.constexpr,
+):
     (
-        q_row, q_head, qr_row, qr_head, do_row, do_head,
-        key_o, key_i, rope_o, rope_i, value_o, value_i,
-    ) = strides  # fmt: skip
+        q_row,
+        q_head,
+        qr_row,
+        qr_head,
+        do_row,
+        do_head,
+        key_o,
+        key_i,
+        rope_o,
+        rope_i,
+        value_o,
+        value_i,
+    ) = strides
     TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     blocks = (entries + C.BLOCK_N - 1) // C.BLOCK_N
     tile = tl.program_id(0) // TILES
@@ -193,15 +259,39 @@ def _weights(
         s = tl.full([C.BLOCK_N, C.BLOCK_H], 0.0, tl.float32)
         dp = tl.full([C.BLOCK_N, C.BLOCK_H], 0.0, tl.float32)
         s, dp = _scores(
-            s, dp, q + row * q_row, k, d_out + row * do_row, v, head, h_ok, valid,
-            (q_head, do_head), C.WIDTH, True, SHARED, C,
-        )  # fmt: skip
+            s,
+            dp,
+            q + row * q_row,
+            k,
+            d_out + row * do_row,
+            v,
+            head,
+            h_ok,
+            valid,
+            (q_head, do_head),
+            C.WIDTH,
+            True,
+            SHARED,
+            C,
+        )
         if ROPE > 0:
             k = key_rope + _place(slot, size, rope_o, rope_i, C.EVEN)
             s, dp = _scores(
-                s, dp, q_rope + row * qr_row, k, d_out, k, head, h_ok, valid,
-                (qr_head, do_head), ROPE, False, SHARED, C,
-            )  # fmt: skip
+                s,
+                dp,
+                q_rope + row * qr_row,
+                k,
+                d_out,
+                k,
+                head,
+                h_ok,
+                valid,
+                (qr_head, do_head),
+                ROPE,
+                False,
+                SHARED,
+                C,
+            )
         stat = row * C.HEADS + head
         row_max = tl.load(softmax_max + stat, mask=h_ok, other=0.0)
         row_sum = tl.load(softmax_sum + stat, mask=h_ok, other=1.0)
@@ -220,8 +310,17 @@ def _weights(
 
 @triton.jit(do_not_specialize=["first", "entries", "keys", "size"])
 def _queries(
-    key, slots, weights, d_q, first, entries, keys, size, strides, C: tl.constexpr,
-):  # fmt: skip
+    key,
+    slots,
+    weights,
+    d_q,
+    first,
+    entries,
+    keys,
+    size,
+    strides,
+    C: tl.constexpr,
+):
     """d_query = ds key, turned: columns by heads.  Entries without a key may be poison."""
     key_o, key_i = strides
     COLUMNS: tl.constexpr = (C.WIDTH + C.BLOCK_C - 1) // C.BLOCK_C
@@ -252,9 +351,19 @@ def _queries(
 
 @triton.jit(do_not_specialize=["first", "entries"])
 def _entries(
-    weights, q, d_out, out, first, entries, strides, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    OF_DS: tl.constexpr, OF_P: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    weights,
+    q,
+    d_out,
+    out,
+    first,
+    entries,
+    strides,
+    ROW: tl.constexpr,
+    COLUMN: tl.constexpr,
+    OF_DS: tl.constexpr,
+    OF_P: tl.constexpr,
+    C: tl.constexpr,
+):
     """out[entry, COLUMN ..] = ds q, p d_out or both in one product, over all heads."""
     q_row, q_head, do_row, do_head = strides
     COLUMNS: tl.constexpr = (C.WIDTH + C.BLOCK_C - 1) // C.BLOCK_C
@@ -286,9 +395,10 @@ def _entries(
         inside = (entry < entries)[:, None]
         place = (local * entries + entry)[:, None]
         x = tl.load(
-            weights + place * (2 * C.HEADS) + at_head[None, :], mask=inside & h_ok[None, :],
+            weights + place * (2 * C.HEADS) + at_head[None, :],
+            mask=inside & h_ok[None, :],
             other=0.0,
-        )  # fmt: skip
+        )
         acc = tl.dot(x, both, input_precision="ieee")
         to = out + place * ROW + COLUMN + c[None, :]
         tl.store(to, acc.to(out.dtype.element_ty), mask=inside & c_ok)
@@ -375,9 +485,15 @@ def backward(
     d_query, d_query_rope = like(query), like(query_rope)
     d_key, d_key_rope, d_value = like(key), like(key_rope), like(value)
     plan = rows.plan(
-        query, key, actual_seq_qlen, actual_seq_kvlen, None, layout, layout,
+        query,
+        key,
+        actual_seq_qlen,
+        actual_seq_kvlen,
+        None,
+        layout,
+        layout,
         3 if sparse_mode is None else sparse_mode,
-    )  # fmt: skip
+    )
     index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
     entries, keys = index.shape[1] * sparse_block_size, key.shape[:-2].numel()
     if not query.numel() or not entries or not keys:
@@ -404,9 +520,14 @@ def backward(
 
     deltas = memory.empty((plan.rows, heads), torch.float32, device)
     launches.kernel(_deltas, plan.rows, triton.cdiv(heads, 16))(
-        do, o, softmax_sum, d_softmax_sum, deltas, strides=(*do.stride()[:2], *o.stride()[:2]),
+        do,
+        o,
+        softmax_sum,
+        d_softmax_sum,
+        deltas,
+        strides=(*do.stride()[:2], *o.stride()[:2]),
         C=Constants(heads, rank, even, 16, 16, min(512, max(16, triton.next_power_of_2(rank))), 1),
-    )  # fmt: skip
+    )
 
     width, wide = row_of_entry(query, query_rope, value)
     most = max(1, SECTION // (entries * bytes_of_entry(query, query_rope, value)))
@@ -425,16 +546,40 @@ def backward(
     for first in range(0, plan.rows, count):
         n = min(count, plan.rows - first)
         launches.kernel(_slots, n, triton.cdiv(entries, 1024))(
-            index, slots, first=first, entries=entries, keys=keys, index_stride=index.stride(0),
-            **plan.arguments, SPARSE_BLOCK=sparse_block_size, LAYOUT=plan.layout, BLOCK=1024,
-        )  # fmt: skip
+            index,
+            slots,
+            first=first,
+            entries=entries,
+            keys=keys,
+            index_stride=index.stride(0),
+            **plan.arguments,
+            SPARSE_BLOCK=sparse_block_size,
+            LAYOUT=plan.layout,
+            BLOCK=1024,
+        )
         blocks = triton.cdiv(entries, tiles.weights.entries) * triton.cdiv(heads, tiles.heads)
         launches.kernel(_weights, n * blocks)(
-            q, qr, key, kr, v, do, slots, softmax_max, softmax_sum, deltas, weights, scale_value,
-            first, entries, keys, size,
+            q,
+            qr,
+            key,
+            kr,
+            v,
+            do,
+            slots,
+            softmax_max,
+            softmax_sum,
+            deltas,
+            weights,
+            scale_value,
+            first,
+            entries,
+            keys,
+            size,
             strides=(*(step for x in (q, qr, do) for step in x.stride()[:2]), *steps),
-            ROPE=rope, SHARED=value is None, **constants(tiles.weights, rank),
-        )  # fmt: skip
+            ROPE=rope,
+            SHARED=value is None,
+            **constants(tiles.weights, rank),
+        )
         of_queries = [(key, d_query, steps[:2]), (kr, d_query_rope, steps[2:4])]
         for k, to, strides in of_queries[: 2 if rope else 1]:
             more = constants(tiles.queries, to.shape[-1])
@@ -447,10 +592,19 @@ def backward(
             columns = triton.cdiv(to.shape[-1], more["C"].BLOCK_C)
             x, y = q if of_ds is None else of_ds, do if of_p is None else of_p
             launches.kernel(_entries, n * columns)(
-                weights, x, y, added, first, entries,
-                strides=(*x.stride()[:2], *y.stride()[:2]), ROW=width, COLUMN=column,
-                OF_DS=of_ds is not None, OF_P=of_p is not None, **more,
-            )  # fmt: skip
+                weights,
+                x,
+                y,
+                added,
+                first,
+                entries,
+                strides=(*x.stride()[:2], *y.stride()[:2]),
+                ROW=width,
+                COLUMN=column,
+                OF_DS=of_ds is not None,
+                OF_P=of_p is not None,
+                **more,
+            )
         by = inverted.invert(slots[: n * entries], keys)
         outs = [d_key, d_key_rope, d_value]
         inverted.add(added, by, sums, outs, first == 0, first + n == plan.rows)

@@ -81,9 +81,13 @@ def _fla(arguments: Arguments) -> Call | None:
     # one tensor for all calls: what is made of it, on the host, is kept by its identity
     starts = arguments["query_start_loc"].long()
     return lambda: causal_conv1d(
-        x, weight, initial_state=before, output_final_state=True, activation="silu",
+        x,
+        weight,
+        initial_state=before,
+        output_final_state=True,
+        activation="silu",
         cu_seqlens=starts,
-    )  # fmt: skip
+    )
 
 
 def grad_case(t: int, d: int = D) -> Case:

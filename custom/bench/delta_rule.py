@@ -455,16 +455,32 @@ def _three_ops(arguments: Arguments) -> Callable[[], Any]:
 
     def call() -> Any:
         mixed = torch.ops.custom.npu_causal_conv1d_update(
-            x["mixed_qkv"], x["conv_states"], x["conv_weight"], None, "silu",
+            x["mixed_qkv"],
+            x["conv_states"],
+            x["conv_weight"],
+            None,
+            "silu",
             conv_state_indices=x["state_indices"],
-        )  # fmt: skip
+        )
         q, k, v = (
             y.unflatten(-1, (-1, size)) for y in mixed.split([keys, keys, values * size], -1)
         )
         out = torch.ops.custom.npu_fused_sigmoid_gating_delta_rule_update(
-            x["A_log"], x["a"], x["dt_bias"], 1.0, 20.0, q, k, v, x["b"], x["states"],
-            x["state_indices"], None, True, state_layout=x["state_layout"],
-        )  # fmt: skip
+            x["A_log"],
+            x["a"],
+            x["dt_bias"],
+            1.0,
+            20.0,
+            q,
+            k,
+            v,
+            x["b"],
+            x["states"],
+            x["state_indices"],
+            None,
+            True,
+            state_layout=x["state_layout"],
+        )
         return torch.ops.custom.npu_gated_rms_norm(out, x["z"], x["norm_weight"])
 
     return call

@@ -192,9 +192,12 @@ def layer_case(b: int, n: int, context: int, k: int = 2048, npu: bool = False) -
         if scales is None:
             keys, scales = quantised.index_cache_views(keys, kind)
         mla = partial(
-            _ops.npu_mla_prolog_pto, **_named(layer, _ops.npu_mla_prolog_pto),
-            kv_cache_quant_mode=3, ckvkr_repo_mode=1, quant_scale_repo_mode=1,
-        )  # fmt: skip
+            _ops.npu_mla_prolog_pto,
+            **_named(layer, _ops.npu_mla_prolog_pto),
+            kv_cache_quant_mode=3,
+            ckvkr_repo_mode=1,
+            quant_scale_repo_mode=1,
+        )
         query, query_rope, query_norm = mla()
         of_index = _named(layer, _ops.npu_indexer_prolog_pto) | dict(
             query_norm=query_norm, index_k_cache=keys, index_k_scale_cache=scales
@@ -202,19 +205,40 @@ def layer_case(b: int, n: int, context: int, k: int = 2048, npu: bool = False) -
         prolog = partial(_ops.npu_indexer_prolog_pto, **of_index, kv_cache_quant_mode=3)
         query_index, weights = prolog()
         indexer = partial(
-            _ops.npu_quant_lightning_indexer, query_index, keys, weights, None, scales, 0, 0,
-            **paged, actual_seq_lengths_key=layer["act_seqs"], layout_key="PA_BSND",
+            _ops.npu_quant_lightning_indexer,
+            query_index,
+            keys,
+            weights,
+            None,
+            scales,
+            0,
+            0,
+            **paged,
+            actual_seq_lengths_key=layer["act_seqs"],
+            layout_key="PA_BSND",
             sparse_count=k,
-        )  # fmt: skip
+        )
         attention = partial(
-            _ops.npu_kv_quant_sparse_flash_attention, torch.cat([query, query_rope], -1), rows,
-            rows, indexer(), (m.dn + DR) ** -0.5, 2, 2, **paged,
-            actual_seq_lengths_kv=layer["act_seqs"], layout_kv="PA_BSND", attention_mode=2,
+            _ops.npu_kv_quant_sparse_flash_attention,
+            torch.cat([query, query_rope], -1),
+            rows,
+            rows,
+            indexer(),
+            (m.dn + DR) ** -0.5,
+            2,
+            2,
+            **paged,
+            actual_seq_lengths_kv=layer["act_seqs"],
+            layout_kv="PA_BSND",
+            attention_mode=2,
             row_layout=layer["row_layout"],
-        )  # fmt: skip
+        )
         return {
-            "MLA prolog": mla, "indexer prolog": prolog, "indexer": indexer, "attention": attention,
-        }  # fmt: skip
+            "MLA prolog": mla,
+            "indexer prolog": prolog,
+            "indexer": indexer,
+            "attention": attention,
+        }
 
     read = b * (context * quantised.PACKED + k * quantised.ROW)
     return Case(
@@ -264,9 +288,13 @@ def _layer_pages(draw: Draw, pages: int, npu: bool) -> Arguments:
     device, slots = draw.device, torch.arange(pages * P, device=draw.device)
     rows = torch.empty(pages, P, 1, quantised.ROW, dtype=quantised.VALUES[kind], device=device)
     _ops.npu_latent_cache_write(
-        draw.normal(pages * P, R), draw.normal(pages * P, DR), rows, slots, kind=kind,
+        draw.normal(pages * P, R),
+        draw.normal(pages * P, DR),
+        rows,
+        slots,
+        kind=kind,
         row_layout=layout,
-    )  # fmt: skip
+    )
     caches: Arguments = dict(kv_cache=rows, row_layout=layout)
     if npu:
         values = torch.empty(pages, P, 1, DI, dtype=torch.int8, device=device)

@@ -43,9 +43,14 @@ def _gates(draw: Draw, h: int) -> Arguments:
 
 
 def _case(
-    op: str, make: Callable[[Draw], Arguments], moved: int, products: int, tokens: int, h: int,
+    op: str,
+    make: Callable[[Draw], Arguments],
+    moved: int,
+    products: int,
+    tokens: int,
+    h: int,
     by_torch: Callable[..., Any],
-) -> Case:  # fmt: skip
+) -> Case:
     """`moved`: rows of h that a token reads and writes; `products`: with hc_fn."""
     return Case(
         op,

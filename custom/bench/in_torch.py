@@ -69,9 +69,11 @@ def sparse_attention(
     latent, rope = key.view(-1, rank), key_rope.view(-1, key_rope.shape[-1])
     out = []
     for some, q, q_rope in zip(
-        slots.split(_ROWS), query.flatten(0, 1).split(_ROWS), query_rope.flatten(0, 1).split(_ROWS),
+        slots.split(_ROWS),
+        query.flatten(0, 1).split(_ROWS),
+        query_rope.flatten(0, 1).split(_ROWS),
         strict=True,
-    ):  # fmt: skip
+    ):
         chosen = latent[some]
         logits = (q @ chosen.mT + q_rope @ rope[some].mT).float() * scale_value
         out.append(logits.softmax(-1).to(q.dtype) @ chosen)

@@ -99,20 +99,25 @@ class Model:
 MODELS = [
     Model("DeepSeek-V3.2", transformers.DeepseekV32Config, _DSA, _SMALL_DSA),
     Model(
-        "GLM-5", transformers.GlmMoeDsaConfig, _DSA | dict(intermediate_size=18432),
+        "GLM-5",
+        transformers.GlmMoeDsaConfig,
+        _DSA | dict(intermediate_size=18432),
         _SMALL_DSA,
     ),
     Model(
-        "GLM-5.2 (shared selections)", transformers.GlmMoeDsaConfig,
+        "GLM-5.2 (shared selections)",
+        transformers.GlmMoeDsaConfig,
         _DSA | dict(intermediate_size=18432, indexer_types=["full", *["shared"] * 3] * 2),
         _SMALL_DSA,
     ),
     Model(
-        "Qwen3-Next", transformers.Qwen3NextConfig,
-        dict(mlp_only_layers=list(range(LAYERS))), _SMALL_LINEAR,
+        "Qwen3-Next",
+        transformers.Qwen3NextConfig,
+        dict(mlp_only_layers=list(range(LAYERS))),
+        _SMALL_LINEAR,
     ),
     Model("Qwen3.5", transformers.Qwen3_5TextConfig, {}, _SMALL_LINEAR),
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)

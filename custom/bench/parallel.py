@@ -267,9 +267,12 @@ class Step:
         return call
 
     def row(
-        self, what: str, call: Callable[[], Tensor], caches: Sequence[Tensor],
+        self,
+        what: str,
+        call: Callable[[], Tensor],
+        caches: Sequence[Tensor],
         merge: Callable[[], Any] | None = None,
-    ) -> Row:  # fmt: skip
+    ) -> Row:
         exact, got = self.one_card().double(), call().double()
         error = float((got - exact).norm() / exact.norm())
         context = self.layer["block_table"].shape[1] * P

@@ -142,9 +142,13 @@ def _rows(draw: Draw, count: int, kind: str, row_layout: str) -> Tensor:
         size = min(step, count - first)
         slots = torch.arange(first, first + size, device=draw.device)
         _ops.npu_latent_cache_write(
-            draw.normal(size, R), draw.normal(size, DR), rows, slots, kind=kind,
+            draw.normal(size, R),
+            draw.normal(size, DR),
+            rows,
+            slots,
+            kind=kind,
             row_layout=row_layout,
-        )  # fmt: skip
+        )
     return rows.view(dtype)
 
 
@@ -232,9 +236,18 @@ def _flash_mla(arguments: Arguments) -> Callable[[], Any] | None:
     slots = slots.view(batch, length, -1).to(torch.int32)
     plan, splits = flash_mla.get_mla_metadata()
     return partial(
-        flash_mla.flash_mla_with_kvcache, query, rows, None, None, R, plan, splits,
-        softmax_scale=arguments["scale_value"], is_fp8_kvcache=True, indices=slots,
-    )  # fmt: skip
+        flash_mla.flash_mla_with_kvcache,
+        query,
+        rows,
+        None,
+        None,
+        R,
+        plan,
+        splits,
+        softmax_scale=arguments["scale_value"],
+        is_fp8_kvcache=True,
+        indices=slots,
+    )
 
 
 # ---------------------------------------------------------------------------------------- writers
@@ -273,9 +286,13 @@ def latent_write_case(tokens: int, kind: str, pages: int = 1024) -> Case:
         draw = Draw(device, seed)
         rows = torch.zeros(pages, P, 1, quantised.ROW, dtype=torch.uint8, device=device)
         return dict(
-            ckv=draw.normal(tokens, R), k_rope=draw.normal(tokens, DR), rows=rows,
-            slots=_slots(draw, tokens, pages), kind=kind, row_layout=row_layout,
-        )  # fmt: skip
+            ckv=draw.normal(tokens, R),
+            k_rope=draw.normal(tokens, DR),
+            rows=rows,
+            slots=_slots(draw, tokens, pages),
+            kind=kind,
+            row_layout=row_layout,
+        )
 
     return Case(
         "npu_latent_cache_write",
@@ -294,9 +311,11 @@ def query_case(tokens: int, kind: str) -> Case:
     def make(device: torch.device, seed: int) -> Arguments:
         draw = Draw(device, seed)
         return dict(
-            q=draw.normal(tokens, ni, DI), weights=draw.normal(tokens, ni), kind=kind,
+            q=draw.normal(tokens, ni, DI),
+            weights=draw.normal(tokens, ni),
+            kind=kind,
             index_hadamard=True,
-        )  # fmt: skip
+        )
 
     return Case(
         "npu_quantize_index_query",

@@ -177,9 +177,12 @@ def _stacks(rows: Sequence[Row], beside: Mapping[str, Mapping[str, float]]) -> A
     across = min(3, len(rows))
     down = -(-len(rows) // across)
     figure, panels = plt.subplots(
-        down, across, figsize=(1 + 3.9 * across, 0.9 + 1.9 * down), layout="constrained",
+        down,
+        across,
+        figsize=(1 + 3.9 * across, 0.9 + 1.9 * down),
+        layout="constrained",
         squeeze=False,
-    )  # fmt: skip
+    )
     for panel in panels.flat[len(rows) :]:
         panel.set_axis_off()
     for panel, row in zip(panels.flat, rows, strict=False):

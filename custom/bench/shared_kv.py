@@ -56,9 +56,13 @@ def _cache(draw: Draw, pages: int, page: int, eight_bits: bool) -> Tensor:
     raw = torch.empty(pages, step, dtype=torch.uint8, device=draw.device)
     rows = raw[:, : page * quantised.V4_ROW].view(pages, page, 1, quantised.V4_ROW)
     _ops.npu_latent_cache_write(
-        draw.normal(pages * page, quantised.V4_VALUES), draw.normal(pages * page, quantised.ROTARY),
-        rows, torch.arange(pages * page, device=draw.device), kind="fp8", row_layout="v4",
-    )  # fmt: skip
+        draw.normal(pages * page, quantised.V4_VALUES),
+        draw.normal(pages * page, quantised.ROTARY),
+        rows,
+        torch.arange(pages * page, device=draw.device),
+        kind="fp8",
+        row_layout="v4",
+    )
     return rows
 
 

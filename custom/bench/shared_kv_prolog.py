@@ -44,17 +44,29 @@ def prolog_case(b: int, model: Model, kv_kind: str = "none") -> Case:
 
         packed = kv_kind == "fp8"
         cache = torch.zeros(
-            4 * b, P, 1, V4_ROW if packed else D, device=device,
+            4 * b,
+            P,
+            1,
+            V4_ROW if packed else D,
+            device=device,
             dtype=torch.uint8 if packed else torch.bfloat16,
-        )  # fmt: skip
+        )
         return dict(
-            token_x=draw.normal(b, 1, model.h), w_dq=weight(model.h, model.rq),
-            w_uq=weight(model.rq, model.n * D), w_kv=weight(model.h, D),
-            gamma_cq=draw.normal(model.rq), gamma_kv=draw.normal(D),
-            rope_sin=draw.normal(b, 1, DR), rope_cos=draw.normal(b, 1, DR), ori_kv=cache,
-            ori_block_table=draw.table(b, 4), act_seqs=draw.full(b, value=201),
-            w_idx_qb=weight(model.rq, NI * DI), w_idx_proj=weight(model.h, NI), kv_kind=kv_kind,
-        )  # fmt: skip
+            token_x=draw.normal(b, 1, model.h),
+            w_dq=weight(model.h, model.rq),
+            w_uq=weight(model.rq, model.n * D),
+            w_kv=weight(model.h, D),
+            gamma_cq=draw.normal(model.rq),
+            gamma_kv=draw.normal(D),
+            rope_sin=draw.normal(b, 1, DR),
+            rope_cos=draw.normal(b, 1, DR),
+            ori_kv=cache,
+            ori_block_table=draw.table(b, 4),
+            act_seqs=draw.full(b, value=201),
+            w_idx_qb=weight(model.rq, NI * DI),
+            w_idx_proj=weight(model.h, NI),
+            kv_kind=kv_kind,
+        )
 
     token = model.h + model.rq + D + NI + of_heads
     of_row = "" if kv_kind == "none" else f", {kv_kind} rows"

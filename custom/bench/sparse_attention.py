@@ -291,23 +291,42 @@ def layer_case(
         mla = partial(ops.npu_mla_prolog_pto, **_renamed(layer, _MLA))
         query, query_rope, query_norm = mla()
         prolog = partial(
-            ops.npu_indexer_prolog_pto, **_renamed(layer, _INDEXER), query_norm=query_norm,
+            ops.npu_indexer_prolog_pto,
+            **_renamed(layer, _INDEXER),
+            query_norm=query_norm,
             rope_interleaved=interleaved,
-        )  # fmt: skip
+        )
         query_index, weights = prolog()
         indexer = partial(
-            ops.npu_lightning_indexer, query_index, layer["index_k_cache"], weights, **paged,
-            actual_seq_lengths_key=layer["act_seqs"], layout_key="PA_BSND", sparse_count=k,
-        )  # fmt: skip
+            ops.npu_lightning_indexer,
+            query_index,
+            layer["index_k_cache"],
+            weights,
+            **paged,
+            actual_seq_lengths_key=layer["act_seqs"],
+            layout_key="PA_BSND",
+            sparse_count=k,
+        )
         attention = partial(
-            ops.npu_sparse_flash_attention, query, layer["kv_cache"], None, indexer()[0],
-            (model.dn + DR) ** -0.5, **paged, actual_seq_lengths_kv=layer["act_seqs"],
-            query_rope=query_rope, key_rope=layer["kr_cache"], layout_kv="PA_BSND",
+            ops.npu_sparse_flash_attention,
+            query,
+            layer["kv_cache"],
+            None,
+            indexer()[0],
+            (model.dn + DR) ** -0.5,
+            **paged,
+            actual_seq_lengths_kv=layer["act_seqs"],
+            query_rope=query_rope,
+            key_rope=layer["kr_cache"],
+            layout_kv="PA_BSND",
             attention_mode=2,
-        )  # fmt: skip
+        )
         return {
-            "MLA prolog": mla, "indexer prolog": prolog, "indexer": indexer, "attention": attention,
-        }  # fmt: skip
+            "MLA prolog": mla,
+            "indexer prolog": prolog,
+            "indexer": indexer,
+            "attention": attention,
+        }
 
     return Case(
         op,

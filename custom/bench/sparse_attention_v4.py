@@ -44,21 +44,30 @@ def layer_case(b: int, s: int, model: Model, kind: str, context: int, k: int) ->
         # the window's pages go round
         columns = torch.arange(context // P, device=device) % held
         given = dict(
-            x=draw.normal(b, s, model.h), w_dq=weight(model.h, model.rq),
-            w_uq=weight(model.rq, model.n * D), w_kv=weight(model.h, D),
-            gamma_cq=draw.normal(model.rq), gamma_kv=draw.normal(D),
-            sinks=draw.normal(model.n, dtype=torch.float32), sin=draw.normal(b, s, DR),
-            cos=draw.normal(b, s, DR), ori_kv=draw.normal(b * held, P, 1, D),
+            x=draw.normal(b, s, model.h),
+            w_dq=weight(model.h, model.rq),
+            w_uq=weight(model.rq, model.n * D),
+            w_kv=weight(model.h, D),
+            gamma_cq=draw.normal(model.rq),
+            gamma_kv=draw.normal(D),
+            sinks=draw.normal(model.n, dtype=torch.float32),
+            sin=draw.normal(b, s, DR),
+            cos=draw.normal(b, s, DR),
+            ori_kv=draw.normal(b * held, P, 1, D),
             ori_block_table=draw.table(b, held)[:, columns].contiguous(),
-            act_seqs=draw.full(b, value=context), w_o_a=weight(model.groups, deep, RO),
-            w_o_b=weight(model.groups * RO, model.h), ori_win_left=WINDOW - 1,
-        )  # fmt: skip
+            act_seqs=draw.full(b, value=context),
+            w_o_a=weight(model.groups, deep, RO),
+            w_o_b=weight(model.groups * RO, model.h),
+            ori_win_left=WINDOW - 1,
+        )
         if m:
             given |= _compressor(draw, "cmp", D, "cmp_kv") | dict(
-                cmp_ratio=m, state_block_table=draw.table(b, ring),
-                cmp_sin=draw.normal(b, -(-s // m), DR), cmp_cos=draw.normal(b, -(-s // m), DR),
+                cmp_ratio=m,
+                state_block_table=draw.table(b, ring),
+                cmp_sin=draw.normal(b, -(-s // m), DR),
+                cmp_cos=draw.normal(b, -(-s // m), DR),
                 cmp_block_table=draw.table(b, context // m // entry_page),
-            )  # fmt: skip
+            )
         if kind == "CSA":
             given |= _compressor(draw, "idx", DI, "idx_k") | dict(
                 w_idx_qb=weight(model.rq, NI * DI), w_idx_proj=weight(model.h, NI), sparse_count=k

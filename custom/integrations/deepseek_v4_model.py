@@ -174,9 +174,16 @@ def attention_forward(weight_format: str | None, page_size: int, drafts: int) ->
             layer = _taken_over(past_key_values, self, hidden_states, options)
             cached, valid, fixed = layer.tokens, layer.valid, layer.fixed
         found = read(
-            self.layer_idx, attention_mask, requests, tokens, valid, cached, self.sliding_window,
-            position_ids, fixed,
-        )  # fmt: skip
+            self.layer_idx,
+            attention_mask,
+            requests,
+            tokens,
+            valid,
+            cached,
+            self.sliding_window,
+            position_ids,
+            fixed,
+        )
         x = found.gathered(hidden_states).contiguous()
         if layer is None:
             alone = dict(layers=[self.layer_idx], capacity=x.shape[1], **_sizes(x))
@@ -206,9 +213,15 @@ def _gathered(
 def _connection_forward(self: Any, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`DeepseekV4HyperConnection.forward`: (post, comb, what goes into the sublayer)"""
     y, post, comb = _gathered(
-        hidden_streams, self.fn, self.scale, self.base, self.input_norm.eps,
-        hc_mult=self.hc_mult, hc_sinkhorn_iters=self.hc_sinkhorn_iters, hc_eps=self.hc_eps,
-    )  # fmt: skip
+        hidden_streams,
+        self.fn,
+        self.scale,
+        self.base,
+        self.input_norm.eps,
+        hc_mult=self.hc_mult,
+        hc_sinkhorn_iters=self.hc_sinkhorn_iters,
+        hc_eps=self.hc_eps,
+    )
     return post, comb, y
 
 
@@ -216,9 +229,14 @@ def _head_forward(self: Any, x: Tensor) -> Tensor:
     """`DeepseekV4HyperHead.forward`"""
     y: Tensor
     y, _, _ = _gathered(
-        x, self.hc_fn, self.hc_scale, self.hc_base, self.input_norm.eps,
-        hc_mult=self.hc_mult, hc_eps=self.eps,
-    )  # fmt: skip
+        x,
+        self.hc_fn,
+        self.hc_scale,
+        self.hc_base,
+        self.input_norm.eps,
+        hc_mult=self.hc_mult,
+        hc_eps=self.eps,
+    )
     return y
 
 

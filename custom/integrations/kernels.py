@@ -349,9 +349,20 @@ def fused_recurrent_gated_delta_rule(
     if g is not None and use_gate_in_kernel and A_log is not None:
         g = decay(g, A_log, dt_bias)
     return _recurrent(
-        fused_recurrent_gated_delta_rule, q, k, v, g, gk, rate, scale, initial_state,
-        output_final_state, use_qk_l2norm_in_kernel, state_v_first, cu_seqlens,
-    )  # fmt: skip
+        fused_recurrent_gated_delta_rule,
+        q,
+        k,
+        v,
+        g,
+        gk,
+        rate,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        state_v_first,
+        cu_seqlens,
+    )
 
 
 def fused_recurrent_kda(
@@ -390,9 +401,20 @@ def fused_recurrent_kda(
             g = g.float() if bias is None else g.float() + bias
             g = lower_bound * (g if slope is None else slope.float().exp() * g).sigmoid()
     return _recurrent(
-        fused_recurrent_kda, q, k, v, None, g, rate, scale, initial_state, output_final_state,
-        use_qk_l2norm_in_kernel, state_v_first, cu_seqlens,
-    )  # fmt: skip
+        fused_recurrent_kda,
+        q,
+        k,
+        v,
+        None,
+        g,
+        rate,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        state_v_first,
+        cu_seqlens,
+    )
 
 
 def causal_conv1d_fn(
@@ -490,10 +512,16 @@ class _Chunk(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         return chunk_gated_delta_rule(
-            query, key, value, g, beta, initial_state=initial_state,
+            query,
+            key,
+            value,
+            g,
+            beta,
+            initial_state=initial_state,
             output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs,
-        )  # fmt: skip
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            **kwargs,
+        )
 
 
 class _Recurrent(nn.Module):
@@ -512,10 +540,16 @@ class _Recurrent(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         return fused_recurrent_gated_delta_rule(
-            query, key, value, g, beta, initial_state=initial_state,
+            query,
+            key,
+            value,
+            g,
+            beta,
+            initial_state=initial_state,
             output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs,
-        )  # fmt: skip
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            **kwargs,
+        )
 
 
 class _ChunkKda(nn.Module):
@@ -535,10 +569,16 @@ class _ChunkKda(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         return chunk_kda(
-            query, key, value, g, beta, initial_state=initial_state,
+            query,
+            key,
+            value,
+            g,
+            beta,
+            initial_state=initial_state,
             output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs,
-        )  # fmt: skip
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            **kwargs,
+        )
 
 
 class _RecurrentKda(nn.Module):
@@ -557,10 +597,16 @@ class _RecurrentKda(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         return fused_recurrent_kda(
-            query, key, value, g, beta, initial_state=initial_state,
+            query,
+            key,
+            value,
+            g,
+            beta,
+            initial_state=initial_state,
             output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs,
-        )  # fmt: skip
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            **kwargs,
+        )
 
 
 @dataclass(frozen=True)

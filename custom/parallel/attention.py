@@ -140,15 +140,27 @@ def tensor_parallel_attention(
     query, query_rope, query_norm = _latent_prolog(x)
     query_index, weights = _index_prolog(x, query_norm, x.cache_index)
     indices, _ = sparse.npu_lightning_indexer(
-        query_index, x.index_k_cache, weights, actual_seq_lengths_key=x.act_seqs,
-        block_table=x.block_table, layout_key="PA_BSND", sparse_count=x.sparse_count,
-    )  # fmt: skip
+        query_index,
+        x.index_k_cache,
+        weights,
+        actual_seq_lengths_key=x.act_seqs,
+        block_table=x.block_table,
+        layout_key="PA_BSND",
+        sparse_count=x.sparse_count,
+    )
     indices = same_selection(indices, group=group, broadcast=broadcast)
     return sparse.npu_sparse_flash_attention(
-        query, x.kv_cache, None, indices, _scale(x), block_table=x.block_table,
-        actual_seq_lengths_kv=x.act_seqs, query_rope=query_rope, key_rope=x.kr_cache,
+        query,
+        x.kv_cache,
+        None,
+        indices,
+        _scale(x),
+        block_table=x.block_table,
+        actual_seq_lengths_kv=x.act_seqs,
+        query_rope=query_rope,
+        key_rope=x.kr_cache,
         layout_kv="PA_BSND",
-    )[0]  # fmt: skip
+    )[0]
 
 
 _PARAMETERS = inspect.signature(sparse.npu_sparse_attention_pto).parameters
@@ -177,20 +189,43 @@ def _in_stages(name: str, given: Mapping[str, Any]) -> SimpleNamespace:
 def _latent_prolog(x: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     """(query, query_rope, query_norm), and the new rows of the latents' caches."""
     return sparse.npu_mla_prolog_pto(
-        x.x, x.w_dq, x.w_uq_qr, x.w_uk, x.w_dkv_kr, x.gamma_cq, x.gamma_ckv, x.sin, x.cos,
-        x.kv_cache, x.kr_cache, x.cache_index, rmsnorm_epsilon_cq=x.rms_norm_eps,
-        rmsnorm_epsilon_ckv=x.rms_norm_eps, rope_interleaved=x.rope_interleaved,
+        x.x,
+        x.w_dq,
+        x.w_uq_qr,
+        x.w_uk,
+        x.w_dkv_kr,
+        x.gamma_cq,
+        x.gamma_ckv,
+        x.sin,
+        x.cos,
+        x.kv_cache,
+        x.kr_cache,
+        x.cache_index,
+        rmsnorm_epsilon_cq=x.rms_norm_eps,
+        rmsnorm_epsilon_ckv=x.rms_norm_eps,
+        rope_interleaved=x.rope_interleaved,
         weight_format=x.weight_format,
-    )  # fmt: skip
+    )
 
 
 def _index_prolog(x: SimpleNamespace, query_norm: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """(query_index, weights), and the new index keys."""
     return sparse.npu_indexer_prolog_pto(
-        x.x, query_norm, x.w_idx_qb, x.w_idx_k, x.w_idx_proj, x.in_gamma_k, x.in_beta_k, x.sin,
-        x.cos, x.index_k_cache, slots, ln_epsilon=x.layer_norm_eps,
-        rope_interleaved=x.index_rope_interleaved, weight_format=x.weight_format,
-    )  # fmt: skip
+        x.x,
+        query_norm,
+        x.w_idx_qb,
+        x.w_idx_k,
+        x.w_idx_proj,
+        x.in_gamma_k,
+        x.in_beta_k,
+        x.sin,
+        x.cos,
+        x.index_k_cache,
+        slots,
+        ln_epsilon=x.layer_norm_eps,
+        rope_interleaved=x.index_rope_interleaved,
+        weight_format=x.weight_format,
+    )
 
 
 def _scale(x: SimpleNamespace) -> float:
@@ -233,12 +268,24 @@ def context_parallel_attention(
     x = _in_stages("context_parallel_attention", {**layer, **options})
     query, query_rope, query_norm = _latent_prolog(x)
     return context_parallel_decode(
-        query, query_rope, lambda: _index_prolog(x, query_norm, index_cache_index), None,
-        x.kv_cache, x.kr_cache, x.index_k_cache, x.block_table, x.act_seqs, group=group,
-        softmax_scale=_scale(x), index_block_table=index_block_table, sparse_count=x.sparse_count,
-        interleave=interleave, replicate_index=replicate_index, check_equal=check_equal,
+        query,
+        query_rope,
+        lambda: _index_prolog(x, query_norm, index_cache_index),
+        None,
+        x.kv_cache,
+        x.kr_cache,
+        x.index_k_cache,
+        x.block_table,
+        x.act_seqs,
+        group=group,
+        softmax_scale=_scale(x),
+        index_block_table=index_block_table,
+        sparse_count=x.sparse_count,
+        interleave=interleave,
+        replicate_index=replicate_index,
+        check_equal=check_equal,
         broadcast=broadcast,
-    )  # fmt: skip
+    )
 
 
 def context_parallel_decode(
@@ -301,10 +348,17 @@ def context_parallel_decode(
         [B, S, N / size, R], the attention over whole requests. No backward.
     """
     refuse_gradients(
-        "context_parallel_decode", query=query, query_rope=query_rope, query_index=query_index,
-        weights=weights, kv_cache=kv_cache, kr_cache=kr_cache, index_k_cache=index_k_cache,
-        index_scale=index_scale, sinks=sinks,
-    )  # fmt: skip
+        "context_parallel_decode",
+        query=query,
+        query_rope=query_rope,
+        query_index=query_index,
+        weights=weights,
+        kv_cache=kv_cache,
+        kr_cache=kr_cache,
+        index_k_cache=index_k_cache,
+        index_scale=index_scale,
+        sinks=sinks,
+    )
     if isinstance(query_index, Tensor) and weights is None:
         raise TypeError("context_parallel_decode: `weights` is None, expected [B, S, Ni].")
     at, rank, size = ranks(group)
@@ -318,14 +372,26 @@ def context_parallel_decode(
     refuse_gradients("context_parallel_decode", query_index=query_index, weights=weights)
     if replicate_index:
         indices = select(
-            query_index, weights, index_k_cache, index_scale, actual_seq_lengths_key=act_seqs,
-            block_table=index_block_table, sparse_count=sparse_count,
-        )  # fmt: skip
+            query_index,
+            weights,
+            index_k_cache,
+            index_scale,
+            actual_seq_lengths_key=act_seqs,
+            block_table=index_block_table,
+            sparse_count=sparse_count,
+        )
     else:
         indices = _merged_selection(
-            query_index, weights, index_k_cache, index_scale, index_block_table, act_seqs,
-            sparse_count, interleave, at,
-        )  # fmt: skip
+            query_index,
+            weights,
+            index_k_cache,
+            index_scale,
+            index_block_table,
+            act_seqs,
+            sparse_count,
+            interleave,
+            at,
+        )
     if check_equal or broadcast:
         indices = same_selection(indices, group=at, broadcast=broadcast)
     local, _ = merging.npu_localize_indices(indices, rank, size, interleave)
@@ -336,9 +402,17 @@ def context_parallel_decode(
     if values.looked_at(act_seqs.device):
         lengths = merging.shard_positions(act_seqs, rank, size, interleave)
     out, top, total = attend(
-        every[..., :R], every[..., R:], kv_cache, kr_cache, local, softmax_scale, row_layout,
-        block_table=block_table, actual_seq_lengths_kv=lengths, sparse_mode=0,
-    )  # fmt: skip
+        every[..., :R],
+        every[..., R:],
+        kv_cache,
+        kr_cache,
+        local,
+        softmax_scale,
+        row_layout,
+        block_table=block_table,
+        actual_seq_lengths_kv=lengths,
+        sparse_mode=0,
+    )
     words = out.view(torch.int64)  # of 8 bytes: copied and sent as such
     W = words.shape[-1]
     statistics = torch.stack([top, total], -1).view(torch.int64)
@@ -370,11 +444,15 @@ def _merged_selection(
     behind = torch.arange(1 - S, 1, device=act_seqs.device, dtype=act_seqs.dtype)
     limit = (act_seqs[:, None] + behind).clamp(min=0).flatten()
     rows, scores = select_with_scores(
-        query_index.flatten(0, 1)[:, None], weights.flatten(0, 1)[:, None], keys, scale,
+        query_index.flatten(0, 1)[:, None],
+        weights.flatten(0, 1)[:, None],
+        keys,
+        scale,
         actual_seq_lengths_key=merging.shard_positions(limit, rank, size, interleave),
-        block_table=block_table[:, None].expand(-1, S, -1).flatten(0, 1), sparse_count=count,
+        block_table=block_table[:, None].expand(-1, S, -1).flatten(0, 1),
+        sparse_count=count,
         sparse_mode=0,
-    )  # fmt: skip
+    )
     # what is absent, -1, stays negative
     stripe = torch.div(rows, interleave, rounding_mode="floor")
     positions = torch.add(rows + rank * interleave, stripe, alpha=(size - 1) * interleave)

@@ -48,10 +48,25 @@ def attend(
     options = options | dict(layout_kv="PA_BSND")
     if kr is not None:
         return sparse.npu_sparse_flash_attention(
-            query, kv, None, indices, scale, query_rope=query_rope, key_rope=kr,
-            return_softmax_lse=True, **options,
-        )  # fmt: skip
+            query,
+            kv,
+            None,
+            indices,
+            scale,
+            query_rope=query_rope,
+            key_rope=kr,
+            return_softmax_lse=True,
+            **options,
+        )
     return quantised.npu_kv_quant_sparse_flash_attention_lse(
-        torch.cat([query, query_rope], -1), kv, kv, indices, scale, 2, 2, attention_mode=2,
-        row_layout=row_layout, **options,
-    )  # fmt: skip
+        torch.cat([query, query_rope], -1),
+        kv,
+        kv,
+        indices,
+        scale,
+        2,
+        2,
+        attention_mode=2,
+        row_layout=row_layout,
+        **options,
+    )

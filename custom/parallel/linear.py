@@ -80,14 +80,24 @@ def context_parallel_delta_rule(
         RuntimeError: an argument requires grad, while grad mode is on.
     """
     refuse_gradients(
-        "context_parallel_delta_rule", query=query, key=key, value=value, beta=beta,
-        initial_state=initial_state, g=g,
-    )  # fmt: skip
+        "context_parallel_delta_rule",
+        query=query,
+        key=key,
+        value=value,
+        beta=beta,
+        initial_state=initial_state,
+        g=g,
+    )
     batch = 1 if actual_seq_lengths is None else actual_seq_lengths.shape[0]
     call = partial(
-        delta_rule.npu_chunk_gated_delta_rule, query, key, beta=beta, scale=scale, g=g,
+        delta_rule.npu_chunk_gated_delta_rule,
+        query,
+        key,
+        beta=beta,
+        scale=scale,
+        g=g,
         actual_seq_lengths=actual_seq_lengths,
-    )  # fmt: skip
+    )
     return _handed_along(call, value, initial_state, batch, key.shape[-1], group)
 
 
@@ -123,16 +133,29 @@ def context_parallel_kda(
         RuntimeError: an argument requires grad, while grad mode is on.
     """
     refuse_gradients(
-        "context_parallel_kda", q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state,
+        "context_parallel_kda",
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        initial_state=initial_state,
         **options,
-    )  # fmt: skip
+    )
     batch = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
     def call(value: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:
         return delta_rule.npu_chunk_kda(
-            q, k, value, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
-            **options, state_layout="vk",
-        )  # fmt: skip
+            q,
+            k,
+            value,
+            g,
+            beta,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+            **options,
+            state_layout="vk",
+        )
 
     return _handed_along(call, v, initial_state, batch, k.shape[-1], group)
 

@@ -99,14 +99,28 @@ def row_parallel_indexer(
         if lo == hi:
             return q.new_full([*q.shape[:-2], 1, sparse_count], -1, dtype=torch.int32)
         of_queries, of_keys = lengths_of_rows(
-            lo, hi, query, key, actual_seq_lengths_query, actual_seq_lengths_key, layout_query,
-            layout_key, sparse_mode,
-        )  # fmt: skip
+            lo,
+            hi,
+            query,
+            key,
+            actual_seq_lengths_query,
+            actual_seq_lengths_key,
+            layout_query,
+            layout_key,
+            sparse_mode,
+        )
         return sparse.npu_lightning_indexer(
-            q, key, w, actual_seq_lengths_query=of_queries, actual_seq_lengths_key=of_keys,
-            block_table=block_table, layout_query=layout_query, layout_key=layout_key,
-            sparse_count=sparse_count, sparse_mode=sparse_mode,
-        )[0]  # fmt: skip
+            q,
+            key,
+            w,
+            actual_seq_lengths_query=of_queries,
+            actual_seq_lengths_key=of_keys,
+            block_table=block_table,
+            layout_query=layout_query,
+            layout_key=layout_key,
+            sparse_count=sparse_count,
+            sparse_mode=sparse_mode,
+        )[0]
 
     mine = (chunk(rank), chunk(2 * size - 1 - rank))
     both = torch.stack([pad(x, (0, 0, 0, 0, 0, n - x.shape[-3]), value=-1) for x in mine])
@@ -162,10 +176,14 @@ def context_parallel_prefill(
     n = mine // 2
     _check_rows(rows, caches, cache_index, (B, mine), size)
     refuse_gradients(
-        "context_parallel_prefill", query=query, query_rope=query_rope, query_index=query_index,
-        weights=weights, **{f"rows[{name!r}]": x for name, x in rows.items()},
+        "context_parallel_prefill",
+        query=query,
+        query_rope=query_rope,
+        query_index=query_index,
+        weights=weights,
+        **{f"rows[{name!r}]": x for name, x in rows.items()},
         **{f"caches[{name!r}]": x for name, x in caches.items()},
-    )  # fmt: skip
+    )
     wire = torch.cat([rows[name].contiguous().view(torch.uint8) for name in caches], -1)
     came = collectives.in_order(collectives.all_gather(wire.unflatten(1, (2, n)).movedim(1, 0), at))
     came = came.movedim(0, 1).reshape(B * 2 * size * n, -1)
@@ -182,13 +200,25 @@ def context_parallel_prefill(
         x.reshape(2 * B, n, *x.shape[2:]) for x in (query, query_rope, query_index, weights)
     )
     indices = select(
-        q_index, w, caches["index"], caches.get("index_scale"), block_table=tables,
-        actual_seq_lengths_key=ends, sparse_count=sparse_count,
-    )  # fmt: skip
+        q_index,
+        w,
+        caches["index"],
+        caches.get("index_scale"),
+        block_table=tables,
+        actual_seq_lengths_key=ends,
+        sparse_count=sparse_count,
+    )
     out, _, _ = attend(
-        q, q_rope, caches["kv"], caches.get("kr"), indices, softmax_scale, row_layout,
-        block_table=tables, actual_seq_lengths_kv=ends,
-    )  # fmt: skip
+        q,
+        q_rope,
+        caches["kv"],
+        caches.get("kr"),
+        indices,
+        softmax_scale,
+        row_layout,
+        block_table=tables,
+        actual_seq_lengths_kv=ends,
+    )
     return out.view(query.shape)
 
 

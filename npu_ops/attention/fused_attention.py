@@ -70,9 +70,16 @@ def piece_of(
 
 @triton.jit
 def keys_of(
-    first, left, shift, count_k, window,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, Q_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-):  # fmt: skip
+    first,
+    left,
+    shift,
+    count_k,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    Q_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
     """(shared, end): of the keys before `end`, which a tile of rows sees, every row sees those
     before `shared`, whole tiles from 0.  With a window these are out of sight."""
     shared = count_k
@@ -104,9 +111,17 @@ def near(distance):
 
 @triton.jit
 def visible(
-    x, hidden, numbers, position, start, count_k, window,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, KEY_TILE: tl.constexpr,
-):  # fmt: skip
+    x,
+    hidden,
+    numbers,
+    position,
+    start,
+    count_k,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
     """`x` where a row sees the key, `hidden` elsewhere: of rows from `position`, keys from `start`.
     Floats are what every build of the compiler compares as vectors."""
     column = tl.arange(0, KEY_TILE).to(tl.float32)[None]
@@ -123,11 +138,28 @@ def visible(
 
 @triton.jit
 def _step(
-    q_tile, of_k, of_v, keys, numbers, position, start, count_k, window,
-    row_max, total, acc, scale, k_row, v_row,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    q_tile,
+    of_k,
+    of_v,
+    keys,
+    numbers,
+    position,
+    start,
+    count_k,
+    window,
+    row_max,
+    total,
+    acc,
+    scale,
+    k_row,
+    v_row,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """The running maximum, sum and output, one tile of keys further."""
     at_k = of_k + keys[:, None] * k_row + tl.arange(0, DIM)[None]
     at_v = of_v + keys[:, None] * v_row + tl.arange(0, VALUE_DIM)[None]
@@ -179,12 +211,37 @@ def product_of(numbers, ROWS: tl.constexpr):
     ]
 )  # fmt: skip
 def attend(
-    q, k, v, starts_q, starts_k, numbers, out, lse,
-    sequences, heads, group, tokens_q, tokens_k, below, window, scale,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, Q_TILE: tl.constexpr,
+    q,
+    k,
+    v,
+    starts_q,
+    starts_k,
+    numbers,
+    out,
+    lse,
+    sequences,
+    heads,
+    group,
+    tokens_q,
+    tokens_k,
+    below,
+    window,
+    scale,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    Q_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
-):  # fmt: skip
+):
     """The sequences of fewer than `below` rows; without it those that fill a tile."""
     VARLEN: tl.constexpr = starts_q is not None
     WINDOW: tl.constexpr = window is not None
@@ -241,18 +298,54 @@ def attend(
             if not WINDOW:
                 for start in range(0, shared, KEY_TILE):
                     row_max, total, acc = _step(
-                        q_tile, of_k, of_v, (start_k + start + j).to(tl.int64), numbered,
-                        shift + first, start, count_k, window, row_max, total, acc, scale, k_row,
-                        v_row, DIM, VALUE_DIM, KEY_TILE, CAUSAL, WINDOW, False,
-                    )  # fmt: skip
+                        q_tile,
+                        of_k,
+                        of_v,
+                        (start_k + start + j).to(tl.int64),
+                        numbered,
+                        shift + first,
+                        start,
+                        count_k,
+                        window,
+                        row_max,
+                        total,
+                        acc,
+                        scale,
+                        k_row,
+                        v_row,
+                        DIM,
+                        VALUE_DIM,
+                        KEY_TILE,
+                        CAUSAL,
+                        WINDOW,
+                        False,
+                    )
             # from 0: the compiler of January 2026 crashes where a loop begins at a window's edge
             for step in range(0, (tl.maximum(end - shared, 0) + KEY_TILE - 1) // KEY_TILE):
                 start = shared + step * KEY_TILE
                 row_max, total, acc = _step(
-                    q_tile, of_k, of_v, (start_k + start + j).to(tl.int64), numbered,
-                    shift + first, start, count_k, window, row_max, total, acc, scale, k_row, v_row,
-                    DIM, VALUE_DIM, KEY_TILE, CAUSAL, WINDOW, True,
-                )  # fmt: skip
+                    q_tile,
+                    of_k,
+                    of_v,
+                    (start_k + start + j).to(tl.int64),
+                    numbered,
+                    shift + first,
+                    start,
+                    count_k,
+                    window,
+                    row_max,
+                    total,
+                    acc,
+                    scale,
+                    k_row,
+                    v_row,
+                    DIM,
+                    VALUE_DIM,
+                    KEY_TILE,
+                    CAUSAL,
+                    WINDOW,
+                    True,
+                )
             seen = total > 0
             divisor = tl.where(seen, total, 1.0)
             result = (acc / tl.max(divisor, 1)[:, None]).to(out.dtype.element_ty)
@@ -336,12 +429,28 @@ def forward(
         launches = launches[:1] if tokens_q >= full else launches[1:]
     for tiles, below in launches:
         attend[(cores.cube(),)](
-            q, k, v, cu_seqlens_q, cu_seqlens_k, numbers, out, lse,
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            numbers,
+            out,
+            lse,
             cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0],
-            heads, heads // k.shape[1], tokens_q, tokens_k, below,
+            heads,
+            heads // k.shape[1],
+            tokens_q,
+            tokens_k,
+            below,
             None if window is None else min(window, FARTHEST),
             q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
-            *strides(q), *strides(k), *strides(v),
-            DIM=q.shape[-1], VALUE_DIM=v.shape[-1], CAUSAL=causal, **tiles.keywords,
-        )  # fmt: skip
+            *strides(q),
+            *strides(k),
+            *strides(v),
+            DIM=q.shape[-1],
+            VALUE_DIM=v.shape[-1],
+            CAUSAL=causal,
+            **tiles.keywords,
+        )
     return out, lse

@@ -39,10 +39,26 @@ def within_tile(bound, start, KEY_TILE: tl.constexpr):
     ]
 )  # fmt: skip
 def row_sums(
-    grad_o, o, lse, grad_lse, delta, sums,
-    batches, heads, tokens, g_batch, g_head, g_row, o_batch, o_head, o_row,
-    VALUE_DIM: tl.constexpr, VARLEN: tl.constexpr, GRAD_LSE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    grad_o,
+    o,
+    lse,
+    grad_lse,
+    delta,
+    sums,
+    batches,
+    heads,
+    tokens,
+    g_batch,
+    g_head,
+    g_row,
+    o_batch,
+    o_head,
+    o_row,
+    VALUE_DIM: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GRAD_LSE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """A row that sees nothing gets the sum inf, so that its P is 0."""
     i = tl.arange(0, ROWS)
     e = tl.arange(0, VALUE_DIM)
@@ -56,12 +72,14 @@ def row_sums(
         rows = (first + i).to(tl.int64)
         g = tl.load(
             grad_o + batch * g_batch + head * g_head + rows[:, None] * g_row + e[None],
-            mask=there[:, None], other=0.0,
-        )  # fmt: skip
+            mask=there[:, None],
+            other=0.0,
+        )
         x = tl.load(
             o + batch * o_batch + head * o_head + rows[:, None] * o_row + e[None],
-            mask=there[:, None], other=0.0,
-        )  # fmt: skip
+            mask=there[:, None],
+            other=0.0,
+        )
         total = tl.sum(g.to(tl.float32) * x.to(tl.float32), 1)
         to = of_head.to(tl.int64) * tokens + rows
         if VARLEN:
@@ -83,12 +101,42 @@ def row_sums(
     ]
 )  # fmt: skip
 def grad_keys(
-    grad_o, q, k, v, delta, sums, starts_q, starts_k, grad_k, grad_v,
-    sequences, heads, key_heads, tokens_q, tokens_k, window, scale,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, Q_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr, set_workspace_multibuffer: tl.constexpr,
-):  # fmt: skip
+    grad_o,
+    q,
+    k,
+    v,
+    delta,
+    sums,
+    starts_q,
+    starts_k,
+    grad_k,
+    grad_v,
+    sequences,
+    heads,
+    key_heads,
+    tokens_q,
+    tokens_k,
+    window,
+    scale,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    g_batch,
+    g_head,
+    g_row,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    Q_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    set_workspace_multibuffer: tl.constexpr,
+):
     VARLEN: tl.constexpr = starts_q is not None
     WINDOW: tl.constexpr = window is not None
     i = tl.arange(0, Q_TILE)
@@ -170,11 +218,27 @@ def grad_keys(
 
 @triton.jit
 def _along_keys(
-    q_tile, g_tile, of_k, of_v, keys, start, count_k, low, high, lse, of_delta, acc, scale,
-    k_row, v_row,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, WINDOW: tl.constexpr,
+    q_tile,
+    g_tile,
+    of_k,
+    of_v,
+    keys,
+    start,
+    count_k,
+    low,
+    high,
+    lse,
+    of_delta,
+    acc,
+    scale,
+    k_row,
+    v_row,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
-):  # fmt: skip
+):
     """The gradient of a tile of rows, one tile of keys further."""
     j = tl.arange(0, KEY_TILE)
     at_k = of_k + keys[:, None] * k_row + tl.arange(0, DIM)[None]
@@ -205,12 +269,40 @@ def _along_keys(
     ]
 )  # fmt: skip
 def grad_query(
-    grad_o, q, k, v, delta, sums, starts_q, starts_k, grad_q,
-    sequences, heads, key_heads, tokens_q, tokens_k, window, scale,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, Q_TILE: tl.constexpr,
+    grad_o,
+    q,
+    k,
+    v,
+    delta,
+    sums,
+    starts_q,
+    starts_k,
+    grad_q,
+    sequences,
+    heads,
+    key_heads,
+    tokens_q,
+    tokens_k,
+    window,
+    scale,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    g_batch,
+    g_head,
+    g_row,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    Q_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
-):  # fmt: skip
+):
     VARLEN: tl.constexpr = starts_q is not None
     WINDOW: tl.constexpr = window is not None
     i = tl.arange(0, Q_TILE)
@@ -264,18 +356,52 @@ def grad_query(
             if not WINDOW:
                 for start in range(0, shared, KEY_TILE):
                     acc = _along_keys(
-                        q_tile, g_tile, of_k, of_v, (start_k + start + j).to(tl.int64), start,
-                        count_k, low, high, lse, of_delta, acc, scale, k_row, v_row,
-                        DIM, VALUE_DIM, KEY_TILE, WINDOW, False,
-                    )  # fmt: skip
+                        q_tile,
+                        g_tile,
+                        of_k,
+                        of_v,
+                        (start_k + start + j).to(tl.int64),
+                        start,
+                        count_k,
+                        low,
+                        high,
+                        lse,
+                        of_delta,
+                        acc,
+                        scale,
+                        k_row,
+                        v_row,
+                        DIM,
+                        VALUE_DIM,
+                        KEY_TILE,
+                        WINDOW,
+                        False,
+                    )
             # from 0: the compiler of January 2026 crashes where a loop begins at a window's edge
             for step in range(0, (tl.maximum(end - shared, 0) + KEY_TILE - 1) // KEY_TILE):
                 start = shared + step * KEY_TILE
                 acc = _along_keys(
-                    q_tile, g_tile, of_k, of_v, (start_k + start + j).to(tl.int64), start,
-                    count_k, low, high, lse, of_delta, acc, scale, k_row, v_row,
-                    DIM, VALUE_DIM, KEY_TILE, WINDOW, True,
-                )  # fmt: skip
+                    q_tile,
+                    g_tile,
+                    of_k,
+                    of_v,
+                    (start_k + start + j).to(tl.int64),
+                    start,
+                    count_k,
+                    low,
+                    high,
+                    lse,
+                    of_delta,
+                    acc,
+                    scale,
+                    k_row,
+                    v_row,
+                    DIM,
+                    VALUE_DIM,
+                    KEY_TILE,
+                    WINDOW,
+                    True,
+                )
             if VARLEN:
                 to = (rows * heads + head)[:, None]
             else:
@@ -313,25 +439,50 @@ def backward(
     sizes = q.shape[-1], v.shape[-1]
     masked = causal or window is not None
     row_sums[(cores.vector(),)](
-        grad_o, o, lse, lse if grad_lse is None else grad_lse, delta, sums,
-        batches, heads, tokens_q, *strides(grad_o), *strides(o),
-        VALUE_DIM=v.shape[-1], VARLEN=varlen, GRAD_LSE=grad_lse is not None,
+        grad_o,
+        o,
+        lse,
+        lse if grad_lse is None else grad_lse,
+        delta,
+        sums,
+        batches,
+        heads,
+        tokens_q,
+        *strides(grad_o),
+        *strides(o),
+        VALUE_DIM=v.shape[-1],
+        VARLEN=varlen,
+        GRAD_LSE=grad_lse is not None,
         **tune.only("fused_attention_backward.row_sums").keywords,
-    )  # fmt: skip
+    )
     inputs = (grad_o, q, k, v, delta, sums, cu_seqlens_q, cu_seqlens_k)
     scalars = (
         batches if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
-        heads, key_heads, tokens_q, tokens_k, None if window is None else min(window, FARTHEST),
+        heads,
+        key_heads,
+        tokens_q,
+        tokens_k,
+        None if window is None else min(window, FARTHEST),
         q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
-        *strides(q), *strides(k), *strides(v), *strides(grad_o),
-    )  # fmt: skip
+        *strides(q),
+        *strides(k),
+        *strides(v),
+        *strides(grad_o),
+    )
     flags = {"DIM": q.shape[-1], "VALUE_DIM": v.shape[-1], "CAUSAL": causal}
     grad_keys[(cores.cube(),)](
-        *inputs, grad_k, grad_v, *scalars, **flags,
+        *inputs,
+        grad_k,
+        grad_v,
+        *scalars,
+        **flags,
         **config("fused_attention_backward.grad_keys", *sizes, masked=masked).keywords,
-    )  # fmt: skip
+    )
     grad_query[(cores.cube(),)](
-        *inputs, grad_q, *scalars, **flags,
+        *inputs,
+        grad_q,
+        *scalars,
+        **flags,
         **config("fused_attention_backward.grad_query", *sizes, masked=masked).keywords,
-    )  # fmt: skip
+    )
     return grad_q, grad_k, grad_v

@@ -17,9 +17,18 @@ from ..common import cores, entry, quantise, ragged, tiling, tune
 
 @entry.jit(do_not_specialize=["rows", "page", "total", "k_row", "values_page", "scales_page"])
 def write(
-    k, values, scales, slots, rows, page, total, k_row, values_page, scales_page,
+    k,
+    values,
+    scales,
+    slots,
+    rows,
+    page,
+    total,
+    k_row,
+    values_page,
+    scales_page,
     SIZE: tl.constexpr,
-):  # fmt: skip
+):
     d = tl.arange(0, SIZE)
     one = tl.arange(0, 1)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -61,7 +70,16 @@ def forward(
         return
     pages, page = values.shape[:2]
     write[(min(k.shape[0], cores.vector()),)](
-        k, values, scales, ragged.int32(slots), k.shape[0], page, pages * page, k.stride(0),
-        values.stride(0), scales.stride(0), SIZE=k.shape[1],
+        k,
+        values,
+        scales,
+        ragged.int32(slots),
+        k.shape[0],
+        page,
+        pages * page,
+        k.stride(0),
+        values.stride(0),
+        scales.stride(0),
+        SIZE=k.shape[1],
         **tune.only("index_cache_write.write").keywords,
-    )  # fmt: skip
+    )

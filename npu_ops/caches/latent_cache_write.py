@@ -23,11 +23,27 @@ from ..common import cores, entry, quantise, ragged, tiling, tune
     ]
 )  # fmt: skip
 def write(
-    ckv, k_rope, values, rope, scales, slots, alpha,
-    rows, page, total, ckv_row, rope_row, values_page, rope_page, scales_page,
-    ROW: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
+    ckv,
+    k_rope,
+    values,
+    rope,
+    scales,
+    slots,
+    alpha,
+    rows,
+    page,
+    total,
+    ckv_row,
+    rope_row,
+    values_page,
+    rope_page,
+    scales_page,
+    ROW: tl.constexpr,
+    TILES: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
     ALPHA: tl.constexpr,
-):  # fmt: skip
+):
     """ROW: bytes of a row; the strides of the pages are in numbers of each part's own dtype."""
     t = tl.arange(0, TILES)
     d = t[:, None] * SIZE + tl.arange(0, SIZE)[None]
@@ -74,10 +90,25 @@ def forward(
     pages, page = rows.shape[:2]
     values, rope, scales = quantised.row_parts(rows, row_layout, torch.int8, k_rope.dtype)
     write[(min(ckv.shape[0], cores.vector()),)](
-        ckv, k_rope, values, rope, scales, ragged.int32(slots),
-        ckv if k_nope_clip_alpha is None else k_nope_clip_alpha, ckv.shape[0], page,
-        pages * page, ckv.stride(0), k_rope.stride(0), values.stride(0), rope.stride(0),
-        scales.stride(0), ROW=quantised.ROW, TILES=quantised.LATENT // quantised.TILE,
-        SIZE=quantised.TILE, ROTARY=quantised.ROTARY, ALPHA=k_nope_clip_alpha is not None,
+        ckv,
+        k_rope,
+        values,
+        rope,
+        scales,
+        ragged.int32(slots),
+        ckv if k_nope_clip_alpha is None else k_nope_clip_alpha,
+        ckv.shape[0],
+        page,
+        pages * page,
+        ckv.stride(0),
+        k_rope.stride(0),
+        values.stride(0),
+        rope.stride(0),
+        scales.stride(0),
+        ROW=quantised.ROW,
+        TILES=quantised.LATENT // quantised.TILE,
+        SIZE=quantised.TILE,
+        ROTARY=quantised.ROTARY,
+        ALPHA=k_nope_clip_alpha is not None,
         **tune.only("latent_cache_write.write").keywords,
-    )  # fmt: skip
+    )

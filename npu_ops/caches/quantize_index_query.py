@@ -16,9 +16,19 @@ from ..common import cores, entry, quantise, tiling, tune
 
 @entry.jit(do_not_specialize=["rows", "heads", "q_row", "q_head", "w_row"])
 def quantised(
-    q, weights, values, scales, rows, heads, q_row, q_head, w_row,
-    FOLD: tl.constexpr, SIZE: tl.constexpr, HEAD_TILE: tl.constexpr,
-):  # fmt: skip
+    q,
+    weights,
+    values,
+    scales,
+    rows,
+    heads,
+    q_row,
+    q_head,
+    w_row,
+    FOLD: tl.constexpr,
+    SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+):
     d = tl.arange(0, SIZE)
     tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
     for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
@@ -65,7 +75,16 @@ def forward(
     config = tune.only("quantize_index_query.quantised")
     work = flat.shape[0] * -(-heads // config.tiles["HEAD_TILE"])
     quantised[(min(work, cores.vector()),)](
-        flat, w, values, scales, flat.shape[0], heads, *flat.stride()[:2], w.stride(0), FOLD=fold,
-        SIZE=size, **config.keywords,
-    )  # fmt: skip
+        flat,
+        w,
+        values,
+        scales,
+        flat.shape[0],
+        heads,
+        *flat.stride()[:2],
+        w.stride(0),
+        FOLD=fold,
+        SIZE=size,
+        **config.keywords,
+    )
     return values, scales

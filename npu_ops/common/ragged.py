@@ -85,10 +85,18 @@ def seen(j, tokens, keys, CAUSAL: tl.constexpr):
 
 @triton.jit
 def visible(
-    token, query_lengths, key_lengths, requests, tokens, reach,
-    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
+    token,
+    query_lengths,
+    key_lengths,
+    requests,
+    tokens,
+    reach,
+    Q_TND: tl.constexpr,
+    Q_LENGTHS: tl.constexpr,
+    KEYS: tl.constexpr,
+    K_LENGTHS: tl.constexpr,
     CAUSAL: tl.constexpr,
-):  # fmt: skip
+):
     """(request, its first key row, positions seen) of a token; nothing is seen by a token that
     belongs to no request, and its request is then some valid one."""
     request = request_of(token, query_lengths, requests, tokens, Q_TND)

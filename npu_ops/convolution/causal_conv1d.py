@@ -69,11 +69,31 @@ def sigmoid(x):
     ]
 )  # fmt: skip
 def convolve(
-    x, weight, bias, history, starts, computed, out,
-    sequences, parts, length, tokens, channels, x_batch, x_row, h_sequence, h_column,
-    W: tl.constexpr, VARLEN: tl.constexpr, HISTORY: tl.constexpr, BIAS: tl.constexpr,
-    SILU: tl.constexpr, COMPUTED: tl.constexpr, RESIDUAL: tl.constexpr, CHANNEL_TILE: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    history,
+    starts,
+    computed,
+    out,
+    sequences,
+    parts,
+    length,
+    tokens,
+    channels,
+    x_batch,
+    x_row,
+    h_sequence,
+    h_column,
+    W: tl.constexpr,
+    VARLEN: tl.constexpr,
+    HISTORY: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    COMPUTED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    CHANNEL_TILE: tl.constexpr,
+):
     d = tl.arange(0, CHANNEL_TILE)
     tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
     start = 0
@@ -146,10 +166,23 @@ def convolve(
     ]
 )  # fmt: skip
 def finish(
-    x, history, starts, out, sequences, length, tokens, channels, x_batch, x_row, h_sequence,
-    h_column, W: tl.constexpr, VARLEN: tl.constexpr, HISTORY: tl.constexpr,
+    x,
+    history,
+    starts,
+    out,
+    sequences,
+    length,
+    tokens,
+    channels,
+    x_batch,
+    x_row,
+    h_sequence,
+    h_column,
+    W: tl.constexpr,
+    VARLEN: tl.constexpr,
+    HISTORY: tl.constexpr,
     CHANNEL_TILE: tl.constexpr,
-):  # fmt: skip
+):
     """The last W - 1 tokens of a sequence, and of its history where it is shorter."""
     d = tl.arange(0, CHANNEL_TILE)
     tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
@@ -223,13 +256,30 @@ def outputs(
     tiles = triton.cdiv(channels, config.tiles["CHANNEL_TILE"])
     parts = parts_of(sequences, tiles, tokens)
     convolve[(min(sequences * parts * tiles, cores.vector()),)](
-        x, weight.contiguous(), given(bias), given(history), given(query_start_loc),
-        given(computed), out, sequences, parts, x.shape[-2], tokens, channels,
-        0 if varlen else x.stride(0), x.stride(-2),
+        x,
+        weight.contiguous(),
+        given(bias),
+        given(history),
+        given(query_start_loc),
+        given(computed),
+        out,
+        sequences,
+        parts,
+        x.shape[-2],
+        tokens,
+        channels,
+        0 if varlen else x.stride(0),
+        x.stride(-2),
         *((0, 0) if history is None else history.stride()[:2]),
-        W=weight.shape[0], VARLEN=varlen, HISTORY=history is not None, BIAS=bias is not None,
-        SILU=silu, COMPUTED=computed is not None, RESIDUAL=residual, **config.keywords,
-    )  # fmt: skip
+        W=weight.shape[0],
+        VARLEN=varlen,
+        HISTORY=history is not None,
+        BIAS=bias is not None,
+        SILU=silu,
+        COMPUTED=computed is not None,
+        RESIDUAL=residual,
+        **config.keywords,
+    )
     return out
 
 
@@ -253,10 +303,20 @@ def forward(
     config = tune.at_least("causal_conv1d.finish", "CHANNEL_TILE", channels)
     tiles = triton.cdiv(channels, config.tiles["CHANNEL_TILE"])
     finish[(min(sequences * tiles, cores.vector()),)](
-        x, x if history is None else history, x if query_start_loc is None else query_start_loc,
-        final, sequences, x.shape[-2], x.shape[:-1].numel(), channels,
-        0 if varlen else x.stride(0), x.stride(-2),
+        x,
+        x if history is None else history,
+        x if query_start_loc is None else query_start_loc,
+        final,
+        sequences,
+        x.shape[-2],
+        x.shape[:-1].numel(),
+        channels,
+        0 if varlen else x.stride(0),
+        x.stride(-2),
         *((0, 0) if history is None else history.stride()[:2]),
-        W=width, VARLEN=varlen, HISTORY=history is not None, **config.keywords,
-    )  # fmt: skip
+        W=width,
+        VARLEN=varlen,
+        HISTORY=history is not None,
+        **config.keywords,
+    )
     return out, final

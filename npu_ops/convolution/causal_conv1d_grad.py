@@ -28,9 +28,18 @@ _KERNEL = "causal_conv1d_grad.walk"
 
 @triton.jit
 def _put(
-    of_dx, of_history, value, position, low, stop, d, count, channels,
-    W: tl.constexpr, HISTORY: tl.constexpr,
-):  # fmt: skip
+    of_dx,
+    of_history,
+    value,
+    position,
+    low,
+    stop,
+    d,
+    count,
+    channels,
+    W: tl.constexpr,
+    HISTORY: tl.constexpr,
+):
     """The gradient of a token of the part, from `low` to `stop`, or of the history."""
     mine = (position >= low) & (position < stop)
     of_token = d < tl.where(mine & (position >= 0), count, 0)
@@ -56,12 +65,37 @@ def _left(of_final, column, ended, d, count, f_column):
     ]
 )  # fmt: skip
 def walk(
-    x, weight, bias, history, starts, d_out, d_final, dx, d_history, sums,
-    sequences, parts, length, tokens, channels,
-    x_batch, x_row, g_batch, g_row, h_sequence, h_column, f_sequence, f_column,
-    W: tl.constexpr, VARLEN: tl.constexpr, HISTORY: tl.constexpr, FINAL: tl.constexpr,
-    BIAS: tl.constexpr, SILU: tl.constexpr, CHANNEL_TILE: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    history,
+    starts,
+    d_out,
+    d_final,
+    dx,
+    d_history,
+    sums,
+    sequences,
+    parts,
+    length,
+    tokens,
+    channels,
+    x_batch,
+    x_row,
+    g_batch,
+    g_row,
+    h_sequence,
+    h_column,
+    f_sequence,
+    f_column,
+    W: tl.constexpr,
+    VARLEN: tl.constexpr,
+    HISTORY: tl.constexpr,
+    FINAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    CHANNEL_TILE: tl.constexpr,
+):
     d = tl.arange(0, CHANNEL_TILE)
     tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
     start = 0
@@ -211,16 +245,35 @@ def backward(
     else:
         # a tensor stands for one that is not there, and is not touched
         walk[(min(sequences * parts * tiles, cores.vector()),)](
-            x, weight.contiguous(), x if bias is None else bias, x if history is None else history,
-            x if query_start_loc is None else query_start_loc, d_out,
-            x if final is None else final, dx, dx if history is None else d_states, sums,
-            sequences, parts, length, tokens, channels,
-            0 if varlen else x.stride(0), x.stride(-2), 0 if varlen else d_out.stride(0),
-            d_out.stride(-2), *((0, 0) if history is None else history.stride()[:2]),
+            x,
+            weight.contiguous(),
+            x if bias is None else bias,
+            x if history is None else history,
+            x if query_start_loc is None else query_start_loc,
+            d_out,
+            x if final is None else final,
+            dx,
+            dx if history is None else d_states,
+            sums,
+            sequences,
+            parts,
+            length,
+            tokens,
+            channels,
+            0 if varlen else x.stride(0),
+            x.stride(-2),
+            0 if varlen else d_out.stride(0),
+            d_out.stride(-2),
+            *((0, 0) if history is None else history.stride()[:2]),
             *((0, 0) if final is None else final.stride()[:2]),
-            W=width, VARLEN=varlen, HISTORY=history is not None, FINAL=final is not None,
-            BIAS=bias is not None, SILU=activation is not None, **config.keywords,
-        )  # fmt: skip
+            W=width,
+            VARLEN=varlen,
+            HISTORY=history is not None,
+            FINAL=final is not None,
+            BIAS=bias is not None,
+            SILU=activation is not None,
+            **config.keywords,
+        )
     whole = sums.sum(0)
     d_bias = memory.empty([0], x.dtype, x.device)
     if bias is not None:

@@ -43,12 +43,37 @@ def value_at(of_x, of_row, position, reach, d, count, x_row, s_column):
     ]
 )  # fmt: skip
 def update(
-    x, pool, weight, bias, slot_of, starts, accepted, window, row_of, parents, out,
-    sequences, tokens, slots, pad_slot, rows, steps, columns, channels,
-    x_row, s_slot, s_column, i_row, i_step, i_column,
-    W: tl.constexpr, L: tl.constexpr, SILU: tl.constexpr, STORE: tl.constexpr,
+    x,
+    pool,
+    weight,
+    bias,
+    slot_of,
+    starts,
+    accepted,
+    window,
+    row_of,
+    parents,
+    out,
+    sequences,
+    tokens,
+    slots,
+    pad_slot,
+    rows,
+    steps,
+    columns,
+    channels,
+    x_row,
+    s_slot,
+    s_column,
+    i_row,
+    i_step,
+    i_column,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    SILU: tl.constexpr,
+    STORE: tl.constexpr,
     CHANNEL_TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Sequences lie one behind the other; without `starts` they are equally long."""
     d = tl.arange(0, CHANNEL_TILE)
     tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
@@ -186,12 +211,32 @@ def forward(
     config = _tile(sequences, channels)
     tiles = triton.cdiv(channels, config.tiles["CHANNEL_TILE"])
     update[(min(sequences * tiles, cores.vector()),)](
-        in_row, conv_states, weight.contiguous(), bias, conv_state_indices, query_start_loc,
-        num_accepted_tokens, window, intermediate_state_indices, parents, out, sequences,
-        in_row.shape[0], conv_states.shape[0], pad_slot_id, rows, steps,
-        0 if parents is None else parents.shape[1], channels, in_row.stride(0),
-        *conv_states.stride()[:2], *((0, 0, 0) if window is None else window.stride()[:3]),
-        W=width, L=conv_states.shape[1], SILU=activation is not None,
-        STORE=not disable_state_update, **config.keywords,
-    )  # fmt: skip
+        in_row,
+        conv_states,
+        weight.contiguous(),
+        bias,
+        conv_state_indices,
+        query_start_loc,
+        num_accepted_tokens,
+        window,
+        intermediate_state_indices,
+        parents,
+        out,
+        sequences,
+        in_row.shape[0],
+        conv_states.shape[0],
+        pad_slot_id,
+        rows,
+        steps,
+        0 if parents is None else parents.shape[1],
+        channels,
+        in_row.stride(0),
+        *conv_states.stride()[:2],
+        *((0, 0, 0) if window is None else window.stride()[:3]),
+        W=width,
+        L=conv_states.shape[1],
+        SILU=activation is not None,
+        STORE=not disable_state_update,
+        **config.keywords,
+    )
     return out

@@ -46,12 +46,35 @@ def _slot(lines, n, block, blocks, slots, pad_slot, INDEXED: tl.constexpr):
     ]
 )  # fmt: skip
 def push(
-    x, pool, lines, starts, accepted, computed, last_block, read_block, history,
-    sequences, length, tokens, slots, pad_slot, blocks, channels, x_batch, x_row, s_slot, s_column,
-    W: tl.constexpr, L: tl.constexpr, VARLEN: tl.constexpr, INDEXED: tl.constexpr,
-    BLOCKS: tl.constexpr, ACCEPTED: tl.constexpr, COMPUTED: tl.constexpr,
+    x,
+    pool,
+    lines,
+    starts,
+    accepted,
+    computed,
+    last_block,
+    read_block,
+    history,
+    sequences,
+    length,
+    tokens,
+    slots,
+    pad_slot,
+    blocks,
+    channels,
+    x_batch,
+    x_row,
+    s_slot,
+    s_column,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    VARLEN: tl.constexpr,
+    INDEXED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ACCEPTED: tl.constexpr,
+    COMPUTED: tl.constexpr,
     CHANNEL_TILE: tl.constexpr,
-):  # fmt: skip
+):
     d = tl.arange(0, CHANNEL_TILE)
     tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
     start = 0
@@ -110,11 +133,31 @@ def push(
     ]
 )  # fmt: skip
 def fill(
-    x, pool, lines, starts, computed, first_block, last_block, history,
-    sequences, length, tokens, slots, pad_slot, blocks, block_size, channels, x_batch, x_row,
-    s_slot, s_column,
-    W: tl.constexpr, L: tl.constexpr, VARLEN: tl.constexpr, CHANNEL_TILE: tl.constexpr,
-):  # fmt: skip
+    x,
+    pool,
+    lines,
+    starts,
+    computed,
+    first_block,
+    last_block,
+    history,
+    sequences,
+    length,
+    tokens,
+    slots,
+    pad_slot,
+    blocks,
+    block_size,
+    channels,
+    x_batch,
+    x_row,
+    s_slot,
+    s_column,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    VARLEN: tl.constexpr,
+    CHANNEL_TILE: tl.constexpr,
+):
     d = tl.arange(0, CHANNEL_TILE)
     tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
     start = 0
@@ -201,29 +244,57 @@ def forward(
         config = tune.at_least("fused_causal_conv1d.push", "CHANNEL_TILE", channels)
         tiles = triton.cdiv(channels, config.tiles["CHANNEL_TILE"])
         push[(min(sequences * tiles, cores.vector()),)](
-            x, conv_states, given(cache_indices), given(starts), given(num_accepted_tokens),
-            given(num_computed_tokens), given(block_idx_last_scheduled_token),
-            given(initial_state_idx), history, *sizes, channels, *strides, **flags,
-            INDEXED=cache_indices is not None, BLOCKS=by_block,
-            ACCEPTED=num_accepted_tokens is not None, COMPUTED=num_computed_tokens is not None,
+            x,
+            conv_states,
+            given(cache_indices),
+            given(starts),
+            given(num_accepted_tokens),
+            given(num_computed_tokens),
+            given(block_idx_last_scheduled_token),
+            given(initial_state_idx),
+            history,
+            *sizes,
+            channels,
+            *strides,
+            **flags,
+            INDEXED=cache_indices is not None,
+            BLOCKS=by_block,
+            ACCEPTED=num_accepted_tokens is not None,
+            COMPUTED=num_computed_tokens is not None,
             **config.keywords,
-        )  # fmt: skip
+        )
 
     def filled() -> None:
         config = tune.at_least("fused_causal_conv1d.fill", "CHANNEL_TILE", channels)
         tiles = triton.cdiv(channels, config.tiles["CHANNEL_TILE"])
         fill[(min(sequences * blocks * tiles, cores.vector()),)](
-            x, conv_states, given(cache_indices), given(starts), given(num_computed_tokens),
-            given(block_idx_first_scheduled_token), given(block_idx_last_scheduled_token), history,
-            *sizes, 128 if block_size is None else block_size, channels, *strides, **flags,
+            x,
+            conv_states,
+            given(cache_indices),
+            given(starts),
+            given(num_computed_tokens),
+            given(block_idx_first_scheduled_token),
+            given(block_idx_last_scheduled_token),
+            history,
+            *sizes,
+            128 if block_size is None else block_size,
+            channels,
+            *strides,
+            **flags,
             **config.keywords,
-        )  # fmt: skip
+        )
 
     def convolved() -> Tensor:
         return causal_conv1d.outputs(
-            x, weight, bias, history, starts, activation in ("silu", "swish"),
-            num_computed_tokens if conv_mode == "pangu" else None, bool(residual_connection),
-        )  # fmt: skip
+            x,
+            weight,
+            bias,
+            history,
+            starts,
+            activation in ("silu", "swish"),
+            num_computed_tokens if conv_mode == "pangu" else None,
+            bool(residual_connection),
+        )
 
     tune.stage(pushed)
     if by_block:

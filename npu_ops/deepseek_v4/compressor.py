@@ -34,10 +34,24 @@ _CHANNELS = 2048  # of an entry, which UB holds at once
 
 @triton.jit
 def _products(
-    x, w, out, width, first, rows, depth, parts, x_row, w_row, out_part,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    out,
+    width,
+    first,
+    rows,
+    depth,
+    parts,
+    x_row,
+    w_row,
+    out_part,
+    WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """x [rows, depth] by the rows of w, of which core `first` takes the first tile; the core where
     they end."""
     d = tl.arange(0, DEPTH)
@@ -77,19 +91,64 @@ def _products(
     do_not_specialize=["width", "rows", "depth", "parts", "x_row", "kv_row", "gate_row", "out_part"]
 )
 def project(
-    x, wkv, wgate, out, width, rows, depth, parts, x_row, kv_row, gate_row, out_part,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    wkv,
+    wgate,
+    out,
+    width,
+    rows,
+    depth,
+    parts,
+    x_row,
+    kv_row,
+    gate_row,
+    out_part,
+    WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """out [parts, rows, kv and z of `width` each], whose sum over the parts is the product."""
     first = _products(
-        x, wkv, out, width, 0, rows, depth, parts, x_row, kv_row, out_part,
-        WHOLE_M, WHOLE_N, WHOLE_K, ROWS, COLUMNS, DEPTH,
-    )  # fmt: skip
+        x,
+        wkv,
+        out,
+        width,
+        0,
+        rows,
+        depth,
+        parts,
+        x_row,
+        kv_row,
+        out_part,
+        WHOLE_M,
+        WHOLE_N,
+        WHOLE_K,
+        ROWS,
+        COLUMNS,
+        DEPTH,
+    )
     _products(
-        x, wgate, out + width, width, first, rows, depth, parts, x_row, gate_row, out_part,
-        WHOLE_M, WHOLE_N, WHOLE_K, ROWS, COLUMNS, DEPTH,
-    )  # fmt: skip
+        x,
+        wgate,
+        out + width,
+        width,
+        first,
+        rows,
+        depth,
+        parts,
+        x_row,
+        gate_row,
+        out_part,
+        WHOLE_M,
+        WHOLE_N,
+        WHOLE_K,
+        ROWS,
+        COLUMNS,
+        DEPTH,
+    )
 
 
 @triton.jit
@@ -178,12 +237,33 @@ def _within(x, most):
     ]
 )  # fmt: skip
 def pool(
-    product, ape, state, table, bounds, used, starts, out,
-    tokens, requests, each, rows, size, ratio, parts, out_part, state_page, table_row, columns,
-    pages, page,
-    PACKED: tl.constexpr, COFF: tl.constexpr, RING: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    product,
+    ape,
+    state,
+    table,
+    bounds,
+    used,
+    starts,
+    out,
+    tokens,
+    requests,
+    each,
+    rows,
+    size,
+    ratio,
+    parts,
+    out_part,
+    state_page,
+    table_row,
+    columns,
+    pages,
+    page,
+    PACKED: tl.constexpr,
+    COFF: tl.constexpr,
+    RING: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """out [rows, size]; rows of windows that do not close are left as they are."""
     width = COFF * size
     r = tl.arange(0, ROWS)
@@ -274,12 +354,36 @@ def _angle(x, SIZE: tl.constexpr, FULL: tl.constexpr):
     ]
 )  # fmt: skip
 def finish(
-    pooled, gamma, sin, cos, bounds, used, starts, out, values, scales, table,
-    tokens, requests, each, rows, ratio, angle_row, epsilon, values_page, scales_page, table_row,
-    columns, pages, page,
-    PACKED: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr,
+    pooled,
+    gamma,
+    sin,
+    cos,
+    bounds,
+    used,
+    starts,
+    out,
+    values,
+    scales,
+    table,
+    tokens,
+    requests,
+    each,
+    rows,
+    ratio,
+    angle_row,
+    epsilon,
+    values_page,
+    scales_page,
+    table_row,
+    columns,
+    pages,
+    page,
+    PACKED: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    PAIRS: tl.constexpr,
     FULL: tl.constexpr,
-):  # fmt: skip
+):
     PLAIN: tl.constexpr = SIZE - ROTARY
     e = tl.arange(0, SIZE)
     one = tl.arange(0, 1)
@@ -348,11 +452,30 @@ def finish(
     ]
 )  # fmt: skip
 def keep(
-    product, ape, state, table, bounds, used, starts,
-    tokens, requests, rows, size, ratio, parts, out_part, state_page, table_row, columns, pages,
+    product,
+    ape,
+    state,
+    table,
+    bounds,
+    used,
+    starts,
+    tokens,
+    requests,
+    rows,
+    size,
+    ratio,
+    parts,
+    out_part,
+    state_page,
+    table_row,
+    columns,
+    pages,
     page,
-    PACKED: tl.constexpr, COFF: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    PACKED: tl.constexpr,
+    COFF: tl.constexpr,
+    RING: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """The states of all tokens, or of those that a ring has room for."""
     width = COFF * size
     w = tl.arange(0, WIDTH)
@@ -453,10 +576,23 @@ def forward(
     product = memory.empty((parts, rows, 2 * width), torch.float32, x.device)
     tiles = 2 * parts * triton.cdiv(rows, height) * triton.cdiv(width, across)
     project[(min(tiles, cores.cube()),)](
-        flat, wkv, wgate, product, width, rows, depth, parts, flat.stride(0), wkv.stride(0),
-        wgate.stride(0), product.stride(0), WHOLE_M=rows % height == 0,
-        WHOLE_N=width % across == 0, WHOLE_K=depth % step == 0, **config.keywords,
-    )  # fmt: skip
+        flat,
+        wkv,
+        wgate,
+        product,
+        width,
+        rows,
+        depth,
+        parts,
+        flat.stride(0),
+        wkv.stride(0),
+        wgate.stride(0),
+        product.stride(0),
+        WHOLE_M=rows % height == 0,
+        WHOLE_N=width % across == 0,
+        WHOLE_K=depth % step == 0,
+        **config.keywords,
+    )
 
     packed = cu_seqlens is not None
     given = dict(bounds=cu_seqlens, used=seqused, starts=start_pos)
@@ -469,11 +605,15 @@ def forward(
     of_sums = dict(size=size, parts=parts, out_part=product.stride(0), COFF=coff)
     stateful = state_cache.numel() * state_block_table.numel() > 0
     of_state = dict(
-        state=state_cache if stateful else None, table=state_block_table,
-        state_page=state_cache.stride(0), table_row=state_block_table.stride(0),
-        columns=state_block_table.shape[1], pages=state_cache.shape[0], page=state_cache.shape[1],
+        state=state_cache if stateful else None,
+        table=state_block_table,
+        state_page=state_cache.stride(0),
+        table_row=state_block_table.stride(0),
+        columns=state_block_table.shape[1],
+        pages=state_cache.shape[0],
+        page=state_cache.shape[1],
         RING=cache_mode == compressed.RING,
-    )  # fmt: skip
+    )
     pooled = memory.empty((entries, size), torch.float32, x.device)
     each = max(shape[-1], 1)
     stores = cmp_cache is not None and cmp_cache.numel() > 0 and cmp_block_table.numel() > 0
@@ -481,28 +621,49 @@ def forward(
         config = tune.at_least("compressor.pool", "ROWS", min(cmp_ratio, 16))
         works = entries * triton.cdiv(size, config.tiles["CHANNELS"])
         pool[(min(works, cores.vector()),)](
-            product, ape, out=pooled, each=each, rows=entries, **given, **sizes, **of_sums,
-            **of_state, **config.keywords,
-        )  # fmt: skip
+            product,
+            ape,
+            out=pooled,
+            each=each,
+            rows=entries,
+            **given,
+            **sizes,
+            **of_sums,
+            **of_state,
+            **config.keywords,
+        )
         values, scales = cmp_cache if stores else None, cmp_scale_cache if stores else None
         sin, cos = (angles.flatten(0, -2) for angles in (rope_sin, rope_cos))
         if sin.stride(0) != cos.stride(0):
             sin, cos = sin.contiguous(), cos.contiguous()
         pairs = rotary_mode == compressed.PAIRS
         finish[(min(entries, cores.vector()),)](
-            pooled, norm_weight, sin, cos, out=out if return_cmp_kv else None, values=values,
-            scales=scales, table=cmp_block_table, each=each, rows=entries,
-            angle_row=sin.stride(0), epsilon=norm_eps,
+            pooled,
+            norm_weight,
+            sin,
+            cos,
+            out=out if return_cmp_kv else None,
+            values=values,
+            scales=scales,
+            table=cmp_block_table,
+            each=each,
+            rows=entries,
+            angle_row=sin.stride(0),
+            epsilon=norm_eps,
             values_page=0 if values is None else values.stride(0),
             scales_page=0 if scales is None else scales.stride(0),
             table_row=0 if cmp_block_table is None else cmp_block_table.stride(0),
             columns=0 if cmp_block_table is None else cmp_block_table.shape[1],
             pages=0 if values is None else values.shape[0],
             page=1 if values is None else values.shape[1],
-            SIZE=size, ROTARY=rope_head_dim, PAIRS=pairs,
-            FULL=pairs and sin.shape[-1] == rope_head_dim, **given, **sizes,
+            SIZE=size,
+            ROTARY=rope_head_dim,
+            PAIRS=pairs,
+            FULL=pairs and sin.shape[-1] == rope_head_dim,
+            **given,
+            **sizes,
             **tune.only("compressor.finish").keywords,
-        )  # fmt: skip
+        )
     if stateful:
         config = tune.only("compressor.keep")
         works = rows * triton.cdiv(width, config.tiles["WIDTH"])

@@ -28,9 +28,18 @@ _CACHED = 3  # how many times as fast the cache is as the memory
 
 @entry.jit(do_not_specialize=["rows", "groups", "heads"])
 def turn_back(
-    x, sin, cos, out, rows, groups, heads,
-    SIZE: tl.constexpr, ROTARY: tl.constexpr, WHOLE: tl.constexpr, HEAD_TILE: tl.constexpr,
-):  # fmt: skip
+    x,
+    sin,
+    cos,
+    out,
+    rows,
+    groups,
+    heads,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    WHOLE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+):
     """x [rows, groups, heads, SIZE] with its last ROTARY dims turned back: out [groups, rows,
     heads, SIZE]."""
     PLAIN: tl.constexpr = SIZE - ROTARY
@@ -68,20 +77,43 @@ def turn_back(
 
 @entry.jit(do_not_specialize=["rows", "groups", "columns", "depth"])
 def group_products(
-    x, w, out, rows, groups, columns, depth,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
-    ROWS: tl.constexpr, PANELS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    out,
+    rows,
+    groups,
+    columns,
+    depth,
+    WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PANELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """x [groups, rows, depth] by NZ w [groups, columns / 16, depth, 16]: out [rows, groups,
     columns]."""
     first = rows * 0
     for group in range(0, groups):
         g = group.to(tl.int64)
         first = _tiles(
-            x + g * rows * depth, w + g * columns * depth, out + g * columns, columns,
-            groups * columns, first, rows, depth, 1, 0,
-            WHOLE_M, WHOLE_N, WHOLE_K, ROWS, PANELS, DEPTH,
-        )  # fmt: skip
+            x + g * rows * depth,
+            w + g * columns * depth,
+            out + g * columns,
+            columns,
+            groups * columns,
+            first,
+            rows,
+            depth,
+            1,
+            0,
+            WHOLE_M,
+            WHOLE_N,
+            WHOLE_K,
+            ROWS,
+            PANELS,
+            DEPTH,
+        )
 
 
 def unsupported(attn_out: Tensor, rope_sin: Tensor, weight_quant_mode: int, **_: Any) -> str | None:
@@ -138,9 +170,18 @@ def _turned_back(x: Tensor, sin: Tensor, cos: Tensor, groups: int) -> Tensor:
     tile = config.tiles["HEAD_TILE"]
     works = rows * groups * -(-each // tile)
     turn_back[(min(works, cores.vector()),)](
-        x, sin, cos, out, rows, groups, each, SIZE=size, ROTARY=sin.shape[-1],
-        WHOLE=each % tile == 0, **config.keywords,
-    )  # fmt: skip
+        x,
+        sin,
+        cos,
+        out,
+        rows,
+        groups,
+        each,
+        SIZE=size,
+        ROTARY=sin.shape[-1],
+        WHOLE=each % tile == 0,
+        **config.keywords,
+    )
     return out
 
 
@@ -149,9 +190,17 @@ def _by_groups(x: Tensor, w: Tensor, out: Tensor) -> None:
     (groups, rows, depth), columns = x.shape, out.shape[2]
     config = _config(groups, rows, depth, columns)
     group_products[(min(groups * _tile_count(rows, columns, config), cores.cube()),)](
-        x, w, out, rows, groups, columns, depth, **product.whole_tiles(config, rows, depth),
-        WHOLE_N=columns % (16 * config.tiles["PANELS"]) == 0, **config.keywords,
-    )  # fmt: skip
+        x,
+        w,
+        out,
+        rows,
+        groups,
+        columns,
+        depth,
+        **product.whole_tiles(config, rows, depth),
+        WHOLE_N=columns % (16 * config.tiles["PANELS"]) == 0,
+        **config.keywords,
+    )
 
 
 def _config(groups: int, rows: int, depth: int, columns: int) -> tune.Config:

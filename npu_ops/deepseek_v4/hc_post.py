@@ -37,9 +37,17 @@ def _wide(at, there, WHOLE: tl.constexpr):
 
 @entry.jit(do_not_specialize=["tokens", "hidden", "groups"])
 def blend(
-    x, residual, post, comb, out, tokens, hidden, groups,
-    WHOLE: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    residual,
+    post,
+    comb,
+    out,
+    tokens,
+    hidden,
+    groups,
+    WHOLE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     d = tl.arange(0, WIDTH)
     dtype = out.dtype.element_ty
     for work in range(tl.program_id(0), tokens * groups, tl.num_programs(0)):
@@ -100,7 +108,15 @@ def forward(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         pieces = triton.cdiv(hidden, config.tiles["WIDTH"])
         groups = min(pieces, triton.cdiv(cores.vector(), tokens))
         blend[(min(tokens * groups, cores.vector()),)](
-            x, residual, post, comb, out, tokens, hidden, groups,
-            WHOLE=hidden % config.tiles["WIDTH"] == 0, **config.keywords,
-        )  # fmt: skip
+            x,
+            residual,
+            post,
+            comb,
+            out,
+            tokens,
+            hidden,
+            groups,
+            WHOLE=hidden % config.tiles["WIDTH"] == 0,
+            **config.keywords,
+        )
     return out

@@ -52,17 +52,33 @@ def _column(at, there, WHOLE_T: tl.constexpr):
 def _columns(at, there, WHOLE_T: tl.constexpr):
     """Four gates of every token."""
     return (
-        _column(at, there, WHOLE_T), _column(at + 1, there, WHOLE_T),
-        _column(at + 2, there, WHOLE_T), _column(at + 3, there, WHOLE_T),
-    )  # fmt: skip
+        _column(at, there, WHOLE_T),
+        _column(at + 1, there, WHOLE_T),
+        _column(at + 2, there, WHOLE_T),
+        _column(at + 3, there, WHOLE_T),
+    )
 
 
 @entry.jit(do_not_specialize=["tokens", "hidden", "span", "columns"])
 def mix(
-    x, fn, partial, layer, post, comb, streams, tokens, hidden, span, columns,
-    COUNT: tl.constexpr, BEHIND: tl.constexpr, WHOLE_T: tl.constexpr, WHOLE_K: tl.constexpr,
-    TOKENS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    fn,
+    partial,
+    layer,
+    post,
+    comb,
+    streams,
+    tokens,
+    hidden,
+    span,
+    columns,
+    COUNT: tl.constexpr,
+    BEHIND: tl.constexpr,
+    WHOLE_T: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """Of streams x [tokens, 4, hidden], `span` channels a run; partial [runs, 32, columns].
     BEHIND: x are the streams in front of a sublayer that gave `layer`; those behind it are made,
     written to `streams`, and multiplied."""
@@ -156,10 +172,27 @@ def _sweeps(logits, iters, eps):
     ]
 )  # fmt: skip
 def gates(
-    x, partial, scale, base, weight, y, post, comb,
-    tokens, each, runs, columns, hidden, iters, norm_eps, hc_eps,
-    COUNT: tl.constexpr, NORM: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    partial,
+    scale,
+    base,
+    weight,
+    y,
+    post,
+    comb,
+    tokens,
+    each,
+    runs,
+    columns,
+    hidden,
+    iters,
+    norm_eps,
+    hc_eps,
+    COUNT: tl.constexpr,
+    NORM: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """A program takes `each` tokens at a time, at most LANES."""
     m = tl.arange(0, 32)
     q = tl.arange(0, 4)
@@ -227,10 +260,23 @@ def products(x: Tensor, fn: Tensor, behind: Sequence[Tensor] | None = None) -> T
     partial = memory.empty((runs, ROWS, blocks * height), torch.float32, x.device)
     layer, post, comb, streams = behind or (None, None, None, None)
     mix[(min(blocks * runs, cores.cube()),)](
-        x, fn, partial, layer, post, comb, streams, tokens, hidden, span, blocks * height,
-        COUNT=fn.shape[0], BEHIND=behind is not None, WHOLE_T=tokens % height == 0,
-        WHOLE_K=hidden % depth == 0, **config.keywords,
-    )  # fmt: skip
+        x,
+        fn,
+        partial,
+        layer,
+        post,
+        comb,
+        streams,
+        tokens,
+        hidden,
+        span,
+        blocks * height,
+        COUNT=fn.shape[0],
+        BEHIND=behind is not None,
+        WHOLE_T=tokens % height == 0,
+        WHOLE_K=hidden % depth == 0,
+        **config.keywords,
+    )
     return partial
 
 
@@ -243,10 +289,19 @@ def _tiles(tokens: int, behind: bool) -> tune.Config:
 
 
 def gated(
-    x: Tensor, partial: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor,
-    hc_sinkhorn_iters: int, norm_eps: float, hc_eps: float, norm_weight: Tensor | None,
-    y: Tensor, post: Tensor, comb: Tensor,
-) -> None:  # fmt: skip
+    x: Tensor,
+    partial: Tensor,
+    hc_fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    hc_sinkhorn_iters: int,
+    norm_eps: float,
+    hc_eps: float,
+    norm_weight: Tensor | None,
+    y: Tensor,
+    post: Tensor,
+    comb: Tensor,
+) -> None:
     """Of streams x [T, 4, h] and their products, into y, post and comb."""
     tokens, _, hidden = x.shape
     runs, _, columns = partial.shape
@@ -254,10 +309,26 @@ def gated(
     config = tune.at_least("hc_pre.gates", "LANES", share)
     each = min(share, config.tiles["LANES"])
     gates[(min(triton.cdiv(tokens, each), cores.vector()),)](
-        x, partial, hc_scale, hc_base, norm_weight, y, post, comb,
-        tokens, each, runs, columns, hidden, hc_sinkhorn_iters, norm_eps, hc_eps,
-        COUNT=hc_fn.shape[0], NORM=norm_weight is not None, **config.keywords,
-    )  # fmt: skip
+        x,
+        partial,
+        hc_scale,
+        hc_base,
+        norm_weight,
+        y,
+        post,
+        comb,
+        tokens,
+        each,
+        runs,
+        columns,
+        hidden,
+        hc_sinkhorn_iters,
+        norm_eps,
+        hc_eps,
+        COUNT=hc_fn.shape[0],
+        NORM=norm_weight is not None,
+        **config.keywords,
+    )
 
 
 def outputs(x: Tensor, hc_fn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,7 +361,17 @@ def forward(
     if x.numel():
         streams = x.flatten(0, -3)
         gated(
-            streams, products(streams, hc_fn), hc_fn, hc_scale, hc_base, hc_sinkhorn_iters,
-            norm_eps, hc_eps, norm_weight, y, post, comb,
-        )  # fmt: skip
+            streams,
+            products(streams, hc_fn),
+            hc_fn,
+            hc_scale,
+            hc_base,
+            hc_sinkhorn_iters,
+            norm_eps,
+            hc_eps,
+            norm_weight,
+            y,
+            post,
+            comb,
+        )
     return y, post, comb

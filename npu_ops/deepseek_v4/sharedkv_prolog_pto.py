@@ -33,9 +33,21 @@ from .last_rotation import angles, not_turned, standing, turned
 
 @triton.jit
 def _query_norms(
-    x, gamma, out, act_seqs, seqused, rows, steps, x_row, parts, part, size, epsilon,
-    USED: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    gamma,
+    out,
+    act_seqs,
+    seqused,
+    rows,
+    steps,
+    x_row,
+    parts,
+    part,
+    size,
+    epsilon,
+    USED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     d = tl.arange(0, WIDTH)
     dtype = out.dtype.element_ty
     g = tl.load(gamma + d, mask=d < size, other=0.0).to(tl.float32)
@@ -50,10 +62,29 @@ def _query_norms(
 
 @triton.jit
 def _window_rows(
-    x, gamma, sin, cos, table, act_seqs, seqused, cache, first, rows, steps, x_row, parts, part,
-    columns, pages, page, page_step, epsilon,
-    SIZE: tl.constexpr, ROTARY: tl.constexpr, USED: tl.constexpr,
-):  # fmt: skip
+    x,
+    gamma,
+    sin,
+    cos,
+    table,
+    act_seqs,
+    seqused,
+    cache,
+    first,
+    rows,
+    steps,
+    x_row,
+    parts,
+    part,
+    columns,
+    pages,
+    page,
+    page_step,
+    epsilon,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    USED: tl.constexpr,
+):
     """x [rows, SIZE]: normed and turned, to the page of the token's position."""
     PLAIN: tl.constexpr = SIZE - ROTARY
     r = tl.arange(0, ROTARY)
@@ -91,9 +122,19 @@ def _window_rows(
 
 @triton.jit
 def _head_weights(
-    x, out, act_seqs, seqused, first, rows, steps, x_row, parts, part,
-    HEADS: tl.constexpr, USED: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    act_seqs,
+    seqused,
+    first,
+    rows,
+    steps,
+    x_row,
+    parts,
+    part,
+    HEADS: tl.constexpr,
+    USED: tl.constexpr,
+):
     w = tl.arange(0, HEADS)
     for row in range(turn(first), rows, tl.num_programs(0)):
         _, position = standing(act_seqs, seqused, row, steps, USED)
@@ -108,36 +149,112 @@ def _head_weights(
     ]
 )  # fmt: skip
 def of_tokens(
-    x, sin, cos, table, act_seqs, seqused, rows, steps, x_row, parts, rank, columns, pages, page,
-    page_step, epsilon, gamma_cq, query_norm, gamma_kv, cache, weights,
-    SIZE: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr, USED: tl.constexpr,
+    x,
+    sin,
+    cos,
+    table,
+    act_seqs,
+    seqused,
+    rows,
+    steps,
+    x_row,
+    parts,
+    rank,
+    columns,
+    pages,
+    page,
+    page_step,
+    epsilon,
+    gamma_cq,
+    query_norm,
+    gamma_kv,
+    cache,
+    weights,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HEADS: tl.constexpr,
+    USED: tl.constexpr,
     WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """x [parts, rows, rank + SIZE + HEADS].  Each pass begins at the core where the one before it
     ended."""
     part = rows.to(tl.int64) * x_row
     _query_norms(
-        x, gamma_cq, query_norm, act_seqs, seqused, rows, steps, x_row, parts, part, rank, epsilon,
-        USED, WIDTH,
-    )  # fmt: skip
+        x,
+        gamma_cq,
+        query_norm,
+        act_seqs,
+        seqused,
+        rows,
+        steps,
+        x_row,
+        parts,
+        part,
+        rank,
+        epsilon,
+        USED,
+        WIDTH,
+    )
     _window_rows(
-        x + rank, gamma_kv, sin, cos, table, act_seqs, seqused, cache, rows % tl.num_programs(0),
-        rows, steps, x_row, parts, part, columns, pages, page, page_step, epsilon,
-        SIZE, ROTARY, USED,
-    )  # fmt: skip
+        x + rank,
+        gamma_kv,
+        sin,
+        cos,
+        table,
+        act_seqs,
+        seqused,
+        cache,
+        rows % tl.num_programs(0),
+        rows,
+        steps,
+        x_row,
+        parts,
+        part,
+        columns,
+        pages,
+        page,
+        page_step,
+        epsilon,
+        SIZE,
+        ROTARY,
+        USED,
+    )
     if HEADS > 0:
         _head_weights(
-            x + rank + SIZE, weights, act_seqs, seqused, 2 * rows % tl.num_programs(0), rows,
-            steps, x_row, parts, part, HEADS, USED,
-        )  # fmt: skip
+            x + rank + SIZE,
+            weights,
+            act_seqs,
+            seqused,
+            2 * rows % tl.num_programs(0),
+            rows,
+            steps,
+            x_row,
+            parts,
+            part,
+            HEADS,
+            USED,
+        )
 
 
 @triton.jit
 def _turn_heads(
-    x, out, sin, cos, act_seqs, seqused, first, rows, steps, heads, epsilon,
-    SIZE: tl.constexpr, ROTARY: tl.constexpr, USED: tl.constexpr, NORM: tl.constexpr,
+    x,
+    out,
+    sin,
+    cos,
+    act_seqs,
+    seqused,
+    first,
+    rows,
+    steps,
+    heads,
+    epsilon,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    USED: tl.constexpr,
+    NORM: tl.constexpr,
     HEAD_TILE: tl.constexpr,
-):  # fmt: skip
+):
     """x [rows, heads, SIZE], where they lie: `out` is `x` under another name, since build 1.0.0
     confuses a tile that is loaded as pairs and stored as rows.  The core where they end."""
     PLAIN: tl.constexpr = SIZE - ROTARY
@@ -176,21 +293,64 @@ def _turn_heads(
 
 @entry.jit(do_not_specialize=["rows", "steps", "heads", "index_heads", "epsilon"])
 def of_heads(
-    query, to_query, index, to_index, sin, cos, act_seqs, seqused, rows, steps, heads, index_heads,
-    epsilon, SIZE: tl.constexpr, INDEX: tl.constexpr, ROTARY: tl.constexpr, USED: tl.constexpr,
+    query,
+    to_query,
+    index,
+    to_index,
+    sin,
+    cos,
+    act_seqs,
+    seqused,
+    rows,
+    steps,
+    heads,
+    index_heads,
+    epsilon,
+    SIZE: tl.constexpr,
+    INDEX: tl.constexpr,
+    ROTARY: tl.constexpr,
+    USED: tl.constexpr,
     HEAD_TILE: tl.constexpr,
-):  # fmt: skip
+):
     """The dims of an index head that do not turn stay, zeros where there is no token: its query
     latent is zeros."""
     first = _turn_heads(
-        query, to_query, sin, cos, act_seqs, seqused, 0, rows, steps, heads, epsilon,
-        SIZE, ROTARY, USED, True, HEAD_TILE,
-    )  # fmt: skip
+        query,
+        to_query,
+        sin,
+        cos,
+        act_seqs,
+        seqused,
+        0,
+        rows,
+        steps,
+        heads,
+        epsilon,
+        SIZE,
+        ROTARY,
+        USED,
+        True,
+        HEAD_TILE,
+    )
     if INDEX > 0:
         _turn_heads(
-            index, to_index, sin, cos, act_seqs, seqused, first, rows, steps, index_heads, epsilon,
-            INDEX, ROTARY, USED, False, HEAD_TILE,
-        )  # fmt: skip
+            index,
+            to_index,
+            sin,
+            cos,
+            act_seqs,
+            seqused,
+            first,
+            rows,
+            steps,
+            index_heads,
+            epsilon,
+            INDEX,
+            ROTARY,
+            USED,
+            False,
+            HEAD_TILE,
+        )
 
 
 def unsupported(
@@ -266,19 +426,38 @@ def forward(
         return query, query_norm, query_index, weights
     sums = product.in_parts(token_x.view(rows, hidden), of_x, weight_format)
     given = dict(
-        sin=rope_sin, cos=rope_cos, act_seqs=act_seqs,
-        seqused=act_seqs if seqused is None else seqused, rows=rows, steps=steps,
-        epsilon=rms_norm_eps, SIZE=size, ROTARY=rotary, USED=seqused is not None,
-    )  # fmt: skip
+        sin=rope_sin,
+        cos=rope_cos,
+        act_seqs=act_seqs,
+        seqused=act_seqs if seqused is None else seqused,
+        rows=rows,
+        steps=steps,
+        epsilon=rms_norm_eps,
+        SIZE=size,
+        ROTARY=rotary,
+        USED=seqused is not None,
+    )
     columns = ori_block_table.shape[1]
     passes = 3 if index_heads else 2
     of_tokens[(min(passes * rows, cores.vector()),)](
-        sums, table=ori_block_table if columns else act_seqs, x_row=sums.shape[2],
-        parts=sums.shape[0], rank=rank, columns=columns, pages=ori_kv.shape[0],
-        page=ori_kv.shape[1], page_step=ori_kv.stride(0), gamma_cq=gamma_cq, query_norm=query_norm,
-        gamma_kv=gamma_kv, cache=ori_kv, weights=weights, HEADS=index_heads, **given,
+        sums,
+        table=ori_block_table if columns else act_seqs,
+        x_row=sums.shape[2],
+        parts=sums.shape[0],
+        rank=rank,
+        columns=columns,
+        pages=ori_kv.shape[0],
+        page=ori_kv.shape[1],
+        page_step=ori_kv.stride(0),
+        gamma_cq=gamma_cq,
+        query_norm=query_norm,
+        gamma_kv=gamma_kv,
+        cache=ori_kv,
+        weights=weights,
+        HEADS=index_heads,
+        **given,
         **tune.only("sharedkv_prolog_pto.of_tokens", size).keywords,
-    )  # fmt: skip
+    )
     of_c = [(w_uq, query.view(rows, heads * size))]
     if w_idx_qb is not None:
         of_c.append((w_idx_qb, query_index.view(rows, index_heads * index_size)))
@@ -287,7 +466,14 @@ def forward(
     tile = config.tiles["HEAD_TILE"]
     works = rows * (-(-heads // tile) + -(-index_heads // tile))
     of_heads[(min(works, cores.vector()),)](
-        query, query, query_index, query_index, heads=heads, index_heads=index_heads,
-        INDEX=index_size, **given, **config.keywords,
-    )  # fmt: skip
+        query,
+        query,
+        query_index,
+        query_index,
+        heads=heads,
+        index_heads=index_heads,
+        INDEX=index_size,
+        **given,
+        **config.keywords,
+    )
     return query, query_norm, query_index, weights

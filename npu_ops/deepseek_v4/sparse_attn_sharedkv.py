@@ -69,9 +69,21 @@ def between(row, sums, count, tokens):
 
 @triton.jit
 def runs_of(
-    of_row, at, half, begin, end, origin, of_request, request, start, pages, page, page_rows,
-    KEYS: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+    of_row,
+    at,
+    half,
+    begin,
+    end,
+    origin,
+    of_request,
+    request,
+    start,
+    pages,
+    page,
+    page_rows,
+    KEYS: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     """Stores the runs of the positions begin .. end, cut where their distance from `origin` is a
     multiple of SPAN, from run `at` on; their number."""
     runs = (end - origin + SPAN - 1) // SPAN
@@ -98,12 +110,37 @@ def runs_of(
     ]
 )  # fmt: skip
 def note(
-    plan, sums, used_q, used_kv, ori_sums, cmp_sums, ori_table, cmp_table,
-    tokens, requests, width, window, ratio, ori_reach, cmp_reach, ori_stride, cmp_stride, ori_pages,
-    cmp_pages, ori_page, cmp_page, ori_page_rows, cmp_page_rows,
-    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
-    NEAR: tl.constexpr, FAR: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+    plan,
+    sums,
+    used_q,
+    used_kv,
+    ori_sums,
+    cmp_sums,
+    ori_table,
+    cmp_table,
+    tokens,
+    requests,
+    width,
+    window,
+    ratio,
+    ori_reach,
+    cmp_reach,
+    ori_stride,
+    cmp_stride,
+    ori_pages,
+    cmp_pages,
+    ori_page,
+    cmp_page,
+    ori_page_rows,
+    cmp_page_rows,
+    Q_TND: tl.constexpr,
+    Q_LENGTHS: tl.constexpr,
+    KEYS: tl.constexpr,
+    K_LENGTHS: tl.constexpr,
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     rows = tokens
     if not Q_TND:
         rows = tokens * requests
@@ -157,18 +194,42 @@ def note(
                 origin = begin // SPAN * SPAN
                 of_table += request.to(tl.int64) * ori_stride + begin // ori_page
             runs = runs_of(
-                of_row, 0, half, begin - behind, limit - behind, origin - behind, of_table, request,
-                start, ori_pages, ori_page, ori_page_rows, KEYS, PIECE,
-            )  # fmt: skip
+                of_row,
+                0,
+                half,
+                begin - behind,
+                limit - behind,
+                origin - behind,
+                of_table,
+                request,
+                start,
+                ori_pages,
+                ori_page,
+                ori_page_rows,
+                KEYS,
+                PIECE,
+            )
             tl.store(of_row + NEAR_RUNS, runs)
         if FAR == RUNS:
             of_table = cmp_table
             if KEYS == PAGED:
                 of_table += request.to(tl.int64) * cmp_stride
             runs = runs_of(
-                of_row, (window + 2 * SPAN - 2) // SPAN, half, 0, closed, 0, of_table, request,
-                start_far, cmp_pages, cmp_page, cmp_page_rows, KEYS, PIECE,
-            )  # fmt: skip
+                of_row,
+                (window + 2 * SPAN - 2) // SPAN,
+                half,
+                0,
+                closed,
+                0,
+                of_table,
+                request,
+                start_far,
+                cmp_pages,
+                cmp_page,
+                cmp_page_rows,
+                KEYS,
+                PIECE,
+            )
             tl.store(of_row + NEAR_RUNS + 1, runs)
 
 
@@ -197,12 +258,32 @@ def copies(source, slot, top, dense, to, row_stride, SIZE: tl.constexpr, ROWS: t
     ]
 )  # fmt: skip
 def collect(
-    source, index, table, lengths, plan, dense,
-    first, rows, count, wide, width, at, index_stride, table_stride, pages, page, page_rows,
+    source,
+    index,
+    table,
+    lengths,
+    plan,
+    dense,
+    first,
+    rows,
+    count,
+    wide,
+    width,
+    at,
+    index_stride,
+    table_stride,
+    pages,
+    page,
+    page_rows,
     row_stride,
-    KIND: tl.constexpr, FAR: tl.constexpr, KEYS: tl.constexpr, LENGTHS: tl.constexpr,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+    KIND: tl.constexpr,
+    FAR: tl.constexpr,
+    KEYS: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     """Programs share the rows evenly, in pieces of ROWS; each resolves the tokens that it has a
     part of, and stores their runs, the same ones."""
     pieces = wide // ROWS
@@ -243,17 +324,32 @@ def collect(
                     position = begin + j
                 exists = (position >= 0) & (position < limit)
                 slot = placed(
-                    position, exists, of_table, request, start, limit, pages, page, page_rows, KEYS,
+                    position,
+                    exists,
+                    of_table,
+                    request,
+                    start,
+                    limit,
+                    pages,
+                    page,
+                    page_rows,
+                    KEYS,
                     PIECE,
-                )  # fmt: skip
+                )
             top = tl.max(slot, 0)
             if top >= 0:
                 for i in range(tl.maximum(low, done), tl.minimum(high, done + PIECE), ROWS):
                     before = tl.sum(tl.where((slot >= 0) & (j < i), 1.0, 0.0), 0).to(tl.int32)
                     copies(
-                        source, extract_slice(slot, (i - done,), (ROWS,), (1,)), top, dense,
-                        row.to(tl.int64) * wide + total + before, row_stride, SIZE, ROWS,
-                    )  # fmt: skip
+                        source,
+                        extract_slice(slot, (i - done,), (ROWS,), (1,)),
+                        top,
+                        dense,
+                        row.to(tl.int64) * wide + total + before,
+                        row_stride,
+                        SIZE,
+                        ROWS,
+                    )
             total += tl.sum(tl.where(slot >= 0, 1.0, 0.0), 0).to(tl.int32)
         runs = (total + SPAN - 1) // SPAN
         for done in range(0, runs, PIECE):
@@ -265,9 +361,7 @@ def collect(
 
 
 @triton.jit
-def run_at(
-    ori, cmp, of_row, run, near, far_at, half, ori_row, cmp_row, SOURCES: tl.constexpr
-):  # fmt: skip
+def run_at(ori, cmp, of_row, run, near, far_at, half, ori_row, cmp_row, SOURCES: tl.constexpr):
     """(where the first row begins, counted from `ori`, from row to row, length) of a run; those of
     entries follow `near` runs of window rows.  A selected pointer does not lower: its distance
     does."""
@@ -297,12 +391,32 @@ def logits(z, there, scale, KEY_TILE: tl.constexpr):
     ]
 )  # fmt: skip
 def weigh(
-    query, ori, cmp, plan, scores, peaks, sums,
-    first, rows, width, far_at, heads, padded, splits, query_row, query_head, ori_row, cmp_row,
+    query,
+    ori,
+    cmp,
+    plan,
+    scores,
+    peaks,
+    sums,
+    first,
+    rows,
+    width,
+    far_at,
+    heads,
+    padded,
+    splits,
+    query_row,
+    query_head,
+    ori_row,
+    cmp_row,
     scale,
-    SOURCES: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr, HEAD_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr, set_workspace_multibuffer: tl.constexpr,
-):  # fmt: skip
+    SOURCES: tl.constexpr,
+    SIZE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    set_workspace_multibuffer: tl.constexpr,
+):
     """Each key tile has statistics of its own, so that nothing depends on `splits`.  The scores are
     stored as the cube has them, without scale and mask."""
     TILES: tl.constexpr = SPAN // KEY_TILE
@@ -352,12 +466,35 @@ def weigh(
     ]
 )  # fmt: skip
 def accumulate(
-    scores, peaks, sums, ori, cmp, plan, sinks, out, lse,
-    first, rows, width, far_at, heads, padded, ori_row, cmp_row, scale,
-    SOURCES: tl.constexpr, SIZE: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr,
-    PART: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, HEAD_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr, set_workspace_multibuffer: tl.constexpr,
-):  # fmt: skip
+    scores,
+    peaks,
+    sums,
+    ori,
+    cmp,
+    plan,
+    sinks,
+    out,
+    lse,
+    first,
+    rows,
+    width,
+    far_at,
+    heads,
+    padded,
+    ori_row,
+    cmp_row,
+    scale,
+    SOURCES: tl.constexpr,
+    SIZE: tl.constexpr,
+    SINKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    PIECES: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    set_workspace_multibuffer: tl.constexpr,
+):
     """`peaks` and `sums` are those of PART keys each.  Keys by heads: else both vector units do the
     work of the whole tile.  Every piece of a row's channels stores the statistics, the same
     ones."""
@@ -568,9 +705,14 @@ def forward(
     none = torch.empty(0, dtype=torch.int32, device=device)
     slots = indices_are_slots
     near = _source(
-        ori_kv, ori_block_table, ori_sparse_indices if slots else None, ori_topk_length,
-        ori_win_left + 1, slots, q,
-    )  # fmt: skip
+        ori_kv,
+        ori_block_table,
+        ori_sparse_indices if slots else None,
+        ori_topk_length,
+        ori_win_left + 1,
+        slots,
+        q,
+    )
     far = _source(cmp_kv, cmp_block_table, cmp_sparse_indices, cmp_topk_length, None, slots, q)
     seen = near.count if not slots else near.count + far.count
     if rows * heads == 0 or requests == 0 or seen == 0:
@@ -588,15 +730,33 @@ def forward(
         )
     ]
     note[(min(rows, cores.vector()),)](
-        plan, *lengths, near.table, far.table, tokens, requests, 2 * half, near.count,
-        max(cmp_ratio, 1), _reach(ori_kv, ori_block_table),
-        0 if cmp_kv is None else _reach(cmp_kv, cmp_block_table), near.table.stride(0),
-        far.table.stride(0), near.pages, far.pages, near.page, far.page, near.page_rows,
-        far.page_rows, Q_TND=cu_seqlens_q is not None, Q_LENGTHS=seqused_q is not None,
+        plan,
+        *lengths,
+        near.table,
+        far.table,
+        tokens,
+        requests,
+        2 * half,
+        near.count,
+        max(cmp_ratio, 1),
+        _reach(ori_kv, ori_block_table),
+        0 if cmp_kv is None else _reach(cmp_kv, cmp_block_table),
+        near.table.stride(0),
+        far.table.stride(0),
+        near.pages,
+        far.pages,
+        near.page,
+        far.page,
+        near.page_rows,
+        far.page_rows,
+        Q_TND=cu_seqlens_q is not None,
+        Q_LENGTHS=seqused_q is not None,
         KEYS=IN_SLOTS.value if slots else _KEYS[layout_kv],
-        K_LENGTHS=seqused_kv is not None and not slots, NEAR=near.how, FAR=far.how,
+        K_LENGTHS=seqused_kv is not None and not slots,
+        NEAR=near.how,
+        FAR=far.how,
         **tune.only("sparse_attn_sharedkv.note").keywords,
-    )  # fmt: skip
+    )
     weighing = two_passes.weighing("sparse_attn_sharedkv", heads, size)
     head_tile, key_tile = weighing.tiles["HEAD_TILE"], weighing.tiles["KEY_TILE"]
     padded, wide = tiling.up(heads, head_tile), (half - HEAD.value) * span
@@ -621,23 +781,76 @@ def forward(
             pieces = source.laid_out // copying.tiles["ROWS"]
             index, cut = source.index, source.lengths
             collect[(min(now * pieces, cores.vector()),)](
-                source.kv, none if index is None else index, source.table,
-                none if cut is None else cut, plan, dense[i], first, now, source.count,
-                source.laid_out, 2 * half, far_at * i, 0 if index is None else index.stride(0),
-                source.table.stride(0), source.pages, source.page, source.page_rows, source.row,
-                KIND=source.kind, FAR=i == 1, KEYS=_KEYS[layout_kv], LENGTHS=cut is not None,
-                SIZE=size, **copying.keywords,
-            )  # fmt: skip
+                source.kv,
+                none if index is None else index,
+                source.table,
+                none if cut is None else cut,
+                plan,
+                dense[i],
+                first,
+                now,
+                source.count,
+                source.laid_out,
+                2 * half,
+                far_at * i,
+                0 if index is None else index.stride(0),
+                source.table.stride(0),
+                source.pages,
+                source.page,
+                source.page_rows,
+                source.row,
+                KIND=source.kind,
+                FAR=i == 1,
+                KEYS=_KEYS[layout_kv],
+                LENGTHS=cut is not None,
+                SIZE=size,
+                **copying.keywords,
+            )
         weigh[(min(now * padded // head_tile * splits, cores.cube()),)](
-            flat, *keys, plan, scores, peaks, sums, first, now, 2 * half, far_at, heads, padded,
-            splits, *flat.stride()[:2], *strides, scale_of(softmax_scale, size),
-            SOURCES=1 + (far.count > 0), SIZE=size, WHOLE=heads == padded, **weighing.keywords,
-        )  # fmt: skip
+            flat,
+            *keys,
+            plan,
+            scores,
+            peaks,
+            sums,
+            first,
+            now,
+            2 * half,
+            far_at,
+            heads,
+            padded,
+            splits,
+            *flat.stride()[:2],
+            *strides,
+            scale_of(softmax_scale, size),
+            SOURCES=1 + (far.count > 0),
+            SIZE=size,
+            WHOLE=heads == padded,
+            **weighing.keywords,
+        )
         tiles = padded // accumulating.tiles["HEAD_TILE"] * accumulating.tiles["PIECES"]
         accumulate[(min(now * tiles, cores.cube()),)](
-            scores, peaks, sums, *keys, plan, out if sinks is None else sinks, out, lse,
-            first, now, 2 * half, far_at, heads, padded, *strides, scale_of(softmax_scale, size),
-            SOURCES=1 + (far.count > 0), SIZE=size, SINKS=sinks is not None, WHOLE=heads == padded,
-            PART=key_tile, **accumulating.keywords,
-        )  # fmt: skip
+            scores,
+            peaks,
+            sums,
+            *keys,
+            plan,
+            out if sinks is None else sinks,
+            out,
+            lse,
+            first,
+            now,
+            2 * half,
+            far_at,
+            heads,
+            padded,
+            *strides,
+            scale_of(softmax_scale, size),
+            SOURCES=1 + (far.count > 0),
+            SIZE=size,
+            SINKS=sinks is not None,
+            WHOLE=heads == padded,
+            PART=key_tile,
+            **accumulating.keywords,
+        )
     return out, returned

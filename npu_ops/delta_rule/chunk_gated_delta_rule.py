@@ -53,9 +53,21 @@ def _length(lengths, n, start, tokens, VARLEN: tl.constexpr):
     do_not_specialize=["sequences", "tokens", "heads", "q_token", "q_head", "k_token", "k_head"]
 )
 def products(
-    q, k, lengths, qk, kk, sequences, tokens, heads, q_token, q_head, k_token, k_head,
-    KEY: tl.constexpr, VARLEN: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    lengths,
+    qk,
+    kk,
+    sequences,
+    tokens,
+    heads,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    KEY: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """q k^T and k k^T [chunks, H, 64, 64] of every chunk."""
     i = tl.arange(0, CHUNK)
     d = tl.arange(0, KEY)
@@ -98,10 +110,29 @@ def _column(gates, rows, head, there, HEADS: tl.constexpr):
 
 @entry.jit(do_not_specialize=["sequences", "tokens", "group", "beta_token", "g_token"])
 def triangles(
-    qk, kk, beta, g, lengths, solved, finer, fades, seen, sums, rates, sequences, tokens, group,
-    beta_token, g_token, VALUE_HEADS: tl.constexpr, VARLEN: tl.constexpr, BETA: tl.constexpr,
-    GATE: tl.constexpr, APART: tl.constexpr, multibuffer: tl.constexpr,
-):  # fmt: skip
+    qk,
+    kk,
+    beta,
+    g,
+    lengths,
+    solved,
+    finer,
+    fades,
+    seen,
+    sums,
+    rates,
+    sequences,
+    tokens,
+    group,
+    beta_token,
+    g_token,
+    VALUE_HEADS: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BETA: tl.constexpr,
+    GATE: tl.constexpr,
+    APART: tl.constexpr,
+    multibuffer: tl.constexpr,
+):
     """Of every chunk T, -T exp(G) in `finer`, exp(G_last - G) on the diagonal of `fades`, and P
     [chunks, HV, 64, 64], and exp(G) [chunks, HV, 64].  APART: (I + L)^-1 instead of T, what
     rounding leaves of it in `finer`, G, and beta in `rates`."""
@@ -121,14 +152,20 @@ def triangles(
             there = i < length - first
             token = (start + first + i).to(tl.int64)
             if BETA:
-                rate = _column(beta, token if VALUE_HEADS == 1 else token * beta_token, head,
-                               there, VALUE_HEADS)  # fmt: skip
+                rate = _column(
+                    beta,
+                    token if VALUE_HEADS == 1 else token * beta_token,
+                    head,
+                    there,
+                    VALUE_HEADS,
+                )
             else:
                 rate = tl.where(there, 1.0, 0.0)
             sees = f[:, None] >= f[None]
             if GATE:
-                gate = _column(g, token if VALUE_HEADS == 1 else token * g_token, head, there,
-                               VALUE_HEADS)  # fmt: skip
+                gate = _column(
+                    g, token if VALUE_HEADS == 1 else token * g_token, head, there, VALUE_HEADS
+                )
             else:
                 gate = rate * 0.0  # a constant, and what follows, would stay in UB
             total = tl.sum(tl.where(sees, gate[None], 0.0), 1)
@@ -180,10 +217,21 @@ def triangles(
 
 @entry.jit(do_not_specialize=["sequences", "tokens", "group", "value_heads", "k_token", "k_head"])
 def weights(
-    k, lengths, grown, fades, taken, faded,
-    sequences, tokens, group, value_heads, k_token, k_head,
-    KEY: tl.constexpr, VARLEN: tl.constexpr,
-):  # fmt: skip
+    k,
+    lengths,
+    grown,
+    fades,
+    taken,
+    faded,
+    sequences,
+    tokens,
+    group,
+    value_heads,
+    k_token,
+    k_head,
+    KEY: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """-W and E [chunks, HV, 64, K]."""
     i = tl.arange(0, CHUNK)
     d = tl.arange(0, KEY)
@@ -213,10 +261,26 @@ def weights(
 
 @entry.jit(do_not_specialize=["sequences", "tokens", "value_heads", "v_token", "v_head"])
 def walk(
-    v, lengths, solved, taken, faded, growths, initial, states, new, final,
-    sequences, tokens, value_heads, v_token, v_head,
-    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, VALUE_TILE: tl.constexpr,
-):  # fmt: skip
+    v,
+    lengths,
+    solved,
+    taken,
+    faded,
+    growths,
+    initial,
+    states,
+    new,
+    final,
+    sequences,
+    tokens,
+    value_heads,
+    v_token,
+    v_head,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+):
     """S [chunks, HV, V, K], transposed, N [chunks, HV, 64, V], and the final states."""
     TILES: tl.constexpr = VALUE // VALUE_TILE
     i = tl.arange(0, CHUNK)
@@ -266,10 +330,25 @@ def walk(
     ]
 )  # fmt: skip
 def outputs(
-    q, lengths, seen, growths, states, new, out,
-    sequences, tokens, group, value_heads, scale, q_token, q_head,
-    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, VALUE_TILE: tl.constexpr,
-):  # fmt: skip
+    q,
+    lengths,
+    seen,
+    growths,
+    states,
+    new,
+    out,
+    sequences,
+    tokens,
+    group,
+    value_heads,
+    scale,
+    q_token,
+    q_head,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+):
     TILES: tl.constexpr = VALUE // VALUE_TILE
     i = tl.arange(0, CHUNK)
     d = tl.arange(0, KEY)
@@ -387,28 +466,95 @@ def forward(
             lengths = _cut(actual_seq_lengths, tokens, first, count)
         of_q, of_k, of_v = (x.stride()[:2] for x in (q, k, v))
         products[(cores.cube(),)](
-            q, k, lengths, qk, kk, sequences, count, heads, *of_q, *of_k, **sizes,
+            q,
+            k,
+            lengths,
+            qk,
+            kk,
+            sequences,
+            count,
+            heads,
+            *of_q,
+            *of_k,
+            **sizes,
             **tune.only("chunk_gated_delta_rule.products").keywords,
-        )  # fmt: skip
+        )
         triangles[(cores.vector(),)](
-            qk, kk, growths if rate is None else rate, growths if gate is None else gate, lengths,
-            solved, grown, fades, seen, growths, growths, sequences, count, group,
-            0 if rate is None else rate.stride(0), 0 if gate is None else gate.stride(0),
-            VALUE_HEADS=value_heads, VARLEN=varlen, BETA=rate is not None, GATE=gate is not None,
-            APART=False, **tune.only("chunk_gated_delta_rule.triangles").keywords,
-        )  # fmt: skip
+            qk,
+            kk,
+            growths if rate is None else rate,
+            growths if gate is None else gate,
+            lengths,
+            solved,
+            grown,
+            fades,
+            seen,
+            growths,
+            growths,
+            sequences,
+            count,
+            group,
+            0 if rate is None else rate.stride(0),
+            0 if gate is None else gate.stride(0),
+            VALUE_HEADS=value_heads,
+            VARLEN=varlen,
+            BETA=rate is not None,
+            GATE=gate is not None,
+            APART=False,
+            **tune.only("chunk_gated_delta_rule.triangles").keywords,
+        )
         weights[(cores.cube(),)](
-            k, lengths, grown, fades, taken, faded, sequences, count, group, value_heads, *of_k,
-            **sizes, **tune.only("chunk_gated_delta_rule.weights").keywords,
-        )  # fmt: skip
+            k,
+            lengths,
+            grown,
+            fades,
+            taken,
+            faded,
+            sequences,
+            count,
+            group,
+            value_heads,
+            *of_k,
+            **sizes,
+            **tune.only("chunk_gated_delta_rule.weights").keywords,
+        )
         walk[(cores.cube(),)](
-            v, lengths, solved, taken, faded, growths, state, states, new, state, sequences, count,
-            value_heads, *of_v, VALUE=value_size, **sizes, **_tile("walk", key_size, value_size),
-        )  # fmt: skip
+            v,
+            lengths,
+            solved,
+            taken,
+            faded,
+            growths,
+            state,
+            states,
+            new,
+            state,
+            sequences,
+            count,
+            value_heads,
+            *of_v,
+            VALUE=value_size,
+            **sizes,
+            **_tile("walk", key_size, value_size),
+        )
         outputs[(cores.cube(),)](
-            q, lengths, seen, growths, states, new, o, sequences, count, group, value_heads, scale,
-            *of_q, VALUE=value_size, **sizes, **_tile("outputs", key_size, value_size),
-        )  # fmt: skip
+            q,
+            lengths,
+            seen,
+            growths,
+            states,
+            new,
+            o,
+            sequences,
+            count,
+            group,
+            value_heads,
+            scale,
+            *of_q,
+            VALUE=value_size,
+            **sizes,
+            **_tile("outputs", key_size, value_size),
+        )
     return out, state.to(kind)
 
 

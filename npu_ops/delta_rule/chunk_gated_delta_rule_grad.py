@@ -74,11 +74,32 @@ def places(lengths, number, firsts, counts, sequences, tokens, VARLEN: tl.conste
     ]
 )  # fmt: skip
 def walk_states(
-    k, v, lengths, inverse, finer, sums, rates, initial, states, new, kept,
-    sequences, tokens, group, value_heads, state_row, k_token, k_head, v_token, v_head,
-    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr,
+    k,
+    v,
+    lengths,
+    inverse,
+    finer,
+    sums,
+    rates,
+    initial,
+    states,
+    new,
+    kept,
+    sequences,
+    tokens,
+    group,
+    value_heads,
+    state_row,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    INITIAL: tl.constexpr,
     VALUE_TILE: tl.constexpr,
-):  # fmt: skip
+):
     """S [chunks, HV, V, K], N and exp(G_last - G) N [chunks, HV, 64, V]."""
     TILES: tl.constexpr = VALUE // VALUE_TILE
     i = tl.arange(0, CHUNK)
@@ -138,11 +159,37 @@ def walk_states(
     ]
 )  # fmt: skip
 def walk_grads(
-    q, k, d_out, lengths, inverse, finer, seen, sums, rates, d_final, d_initial, d_value, grads,
-    back, steps,
-    sequences, tokens, group, value_heads, all_heads, scale, q_token, q_head, k_token, k_head,
-    o_token, o_head, KEY: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    d_out,
+    lengths,
+    inverse,
+    finer,
+    seen,
+    sums,
+    rates,
+    d_final,
+    d_initial,
+    d_value,
+    grads,
+    back,
+    steps,
+    sequences,
+    tokens,
+    group,
+    value_heads,
+    all_heads,
+    scale,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    o_token,
+    o_head,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+):
     """dv; E [chunks, HV, V, K]; R [chunks, HV, 64, V]; of what E gets of q and of k, scale exp(G)
     dO and -exp(G) beta R [chunks, HV, 2, 64, V].  dv and the states have `all_heads`."""
     VARLEN: tl.constexpr = lengths is not None
@@ -218,11 +265,33 @@ def walk_grads(
     ]
 )  # fmt: skip
 def crosses(
-    q, k, d_out, number, firsts, counts, states, grads, new, back,
-    on_new, on_back, q_states, k_states, k_grads,
-    group, value_heads, q_token, q_head, k_token, k_head, o_token, o_head,
-    KEY: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    d_out,
+    number,
+    firsts,
+    counts,
+    states,
+    grads,
+    new,
+    back,
+    on_new,
+    on_back,
+    q_states,
+    k_states,
+    k_grads,
+    group,
+    value_heads,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    o_token,
+    o_head,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+):
     """dO N^T and R N^T [chunks, HV, 64, 64]; q S, k S and k E [chunks, HV, 64, V]."""
     i = tl.arange(0, CHUNK)
     d = tl.arange(0, KEY)
@@ -260,10 +329,26 @@ def crosses(
 
 @entry.jit(do_not_specialize=["value_heads", "v_token", "v_head"])
 def dots(
-    v, number, firsts, counts, sums, kept, back, steps, q_states, k_states, k_grads,
-    of_rate, of_total, of_rest, value_heads, v_token, v_head,
-    VALUE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    v,
+    number,
+    firsts,
+    counts,
+    sums,
+    kept,
+    back,
+    steps,
+    q_states,
+    k_states,
+    k_grads,
+    of_rate,
+    of_total,
+    of_rest,
+    value_heads,
+    v_token,
+    v_head,
+    VALUE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """By token [chunks, HV, 64]: what S gives beta, what S and E give G, and of that the part of
     exp(G_last - G)."""
     TILES: tl.constexpr = CHUNK // ROWS
@@ -294,10 +379,28 @@ def dots(
 
 @entry.jit(do_not_specialize=["group", "value_heads", "scale"])
 def pairs(
-    number, qk, kk, on_new, on_back, sums, rates, states, grads, of_rest, z, m, of_rate, of_total,
-    of_column, group, value_heads, scale,
-    KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    number,
+    qk,
+    kk,
+    on_new,
+    on_back,
+    sums,
+    rates,
+    states,
+    grads,
+    of_rest,
+    z,
+    m,
+    of_rate,
+    of_total,
+    of_column,
+    group,
+    value_heads,
+    scale,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Z and M [chunks, HV, 64, 64]; adds to what beta and G get, and what is taken from G."""
     i = tl.arange(0, CHUNK)
     j = tl.arange(0, ROWS)
@@ -347,10 +450,30 @@ def pairs(
     do_not_specialize=["group", "heads", "q_token", "q_head", "k_token", "k_head", "to_token"]
 )
 def inputs(
-    q, k, number, firsts, counts, states, grads, steps, kept, z, m, d_query, d_key,
-    group, heads, q_token, q_head, k_token, k_head, to_token,
-    KEY: tl.constexpr, VALUE: tl.constexpr, KEY_TILE: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    number,
+    firsts,
+    counts,
+    states,
+    grads,
+    steps,
+    kept,
+    z,
+    m,
+    d_query,
+    d_key,
+    group,
+    heads,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    to_token,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
     """dq and dk, summed over the value heads of a head."""
     TILES: tl.constexpr = KEY // KEY_TILE
     i = tl.arange(0, CHUNK)
@@ -392,9 +515,21 @@ def inputs(
 
 @entry.jit(do_not_specialize=["value_heads", "beta_token", "g_token"])
 def gates(
-    number, firsts, counts, of_rate, of_total, of_column, d_beta, d_g, value_heads, beta_token,
-    g_token, BETA: tl.constexpr, GATE: tl.constexpr, HEAD_TILE: tl.constexpr,
-):  # fmt: skip
+    number,
+    firsts,
+    counts,
+    of_rate,
+    of_total,
+    of_column,
+    d_beta,
+    d_g,
+    value_heads,
+    beta_token,
+    g_token,
+    BETA: tl.constexpr,
+    GATE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+):
     """dbeta and dg in rows of heads: a column of one head is a store for every token."""
     i = tl.arange(0, CHUNK)
     h = tl.arange(0, HEAD_TILE)
@@ -479,9 +614,15 @@ def backward(
     )
     lengths = number if actual_seq_lengths is None else actual_seq_lengths
     places[(1,)](
-        lengths, number, firsts, counts, sequences, tokens, VARLEN=varlen,
+        lengths,
+        number,
+        firsts,
+        counts,
+        sequences,
+        tokens,
+        VARLEN=varlen,
         **_only("places"),
-    )  # fmt: skip
+    )
     group = value_heads // heads
     sizes = dict(KEY=key_size, VALUE=value_size)
     # by value head and chunk: tiles by token and channel, two states, squares of pairs
@@ -519,51 +660,200 @@ def backward(
         steps = space(2, CHUNK.value, value_size)
         of_q, of_k, of_v, of_o = (x.stride()[:2] for x in (q, k, v, o))
         products[(cores.cube(),)](
-            q, k, lengths, qk, kk, sequences, tokens, some, *of_q, *of_k, KEY=key_size,
-            VARLEN=varlen, **tune.only("chunk_gated_delta_rule.products").keywords,
-        )  # fmt: skip
+            q,
+            k,
+            lengths,
+            qk,
+            kk,
+            sequences,
+            tokens,
+            some,
+            *of_q,
+            *of_k,
+            KEY=key_size,
+            VARLEN=varlen,
+            **tune.only("chunk_gated_delta_rule.products").keywords,
+        )
         triangles[(cores.vector(),)](
-            qk, kk, sums if rate is None else rate, sums if gate is None else gate, lengths,
-            inverse, finer, inverse, seen, sums, rates, sequences, tokens, group,
-            0 if rate is None else rate.stride(0), 0 if gate is None else gate.stride(0),
-            VALUE_HEADS=values, VARLEN=varlen, BETA=rate is not None, GATE=gate is not None,
-            APART=True, **tune.only("chunk_gated_delta_rule.triangles").keywords,
-        )  # fmt: skip
+            qk,
+            kk,
+            sums if rate is None else rate,
+            sums if gate is None else gate,
+            lengths,
+            inverse,
+            finer,
+            inverse,
+            seen,
+            sums,
+            rates,
+            sequences,
+            tokens,
+            group,
+            0 if rate is None else rate.stride(0),
+            0 if gate is None else gate.stride(0),
+            VALUE_HEADS=values,
+            VARLEN=varlen,
+            BETA=rate is not None,
+            GATE=gate is not None,
+            APART=True,
+            **tune.only("chunk_gated_delta_rule.triangles").keywords,
+        )
         walk_states[(cores.cube(),)](
-            k, v, lengths, inverse, finer, sums, rates, states if initial is None else initial,
-            states, new, kept, sequences, tokens, group, values,
-            0 if initial is None else initial.stride(0), *of_k, *of_v, VARLEN=varlen,
-            INITIAL=initial is not None, **sizes, **_tile("walk_states", value_size, key_size),
-        )  # fmt: skip
+            k,
+            v,
+            lengths,
+            inverse,
+            finer,
+            sums,
+            rates,
+            states if initial is None else initial,
+            states,
+            new,
+            kept,
+            sequences,
+            tokens,
+            group,
+            values,
+            0 if initial is None else initial.stride(0),
+            *of_k,
+            *of_v,
+            VARLEN=varlen,
+            INITIAL=initial is not None,
+            **sizes,
+            **_tile("walk_states", value_size, key_size),
+        )
         walk_grads[(cores.cube(),)](
-            q, k, o, actual_seq_lengths, inverse, finer, seen, sums, rates, final,
-            None if initial is None else d_start, dv, grads, back, steps, sequences, tokens, group,
-            values, value_heads, scale, *of_q, *of_k, *of_o, **sizes,
+            q,
+            k,
+            o,
+            actual_seq_lengths,
+            inverse,
+            finer,
+            seen,
+            sums,
+            rates,
+            final,
+            None if initial is None else d_start,
+            dv,
+            grads,
+            back,
+            steps,
+            sequences,
+            tokens,
+            group,
+            values,
+            value_heads,
+            scale,
+            *of_q,
+            *of_k,
+            *of_o,
+            **sizes,
             **_tile("walk_grads", value_size, key_size, _PART),
-        )  # fmt: skip
+        )
         crosses[(cores.cube(),)](
-            q, k, o, number, firsts, counts, states, grads, new, back, on_new, on_back, q_states,
-            k_states, k_grads, group, values, *of_q, *of_k, *of_o, **sizes,
+            q,
+            k,
+            o,
+            number,
+            firsts,
+            counts,
+            states,
+            grads,
+            new,
+            back,
+            on_new,
+            on_back,
+            q_states,
+            k_states,
+            k_grads,
+            group,
+            values,
+            *of_q,
+            *of_k,
+            *of_o,
+            **sizes,
             **_tile("crosses", value_size, key_size),
-        )  # fmt: skip
+        )
         dots[(cores.vector(),)](
-            v, number, firsts, counts, sums, kept, back, steps, q_states, k_states, k_grads,
-            of_rate, of_total, of_rest, values, *of_v, VALUE=value_size, **_only("dots"),
-        )  # fmt: skip
+            v,
+            number,
+            firsts,
+            counts,
+            sums,
+            kept,
+            back,
+            steps,
+            q_states,
+            k_states,
+            k_grads,
+            of_rate,
+            of_total,
+            of_rest,
+            values,
+            *of_v,
+            VALUE=value_size,
+            **_only("dots"),
+        )
         # P and the triangle are used up: Z and M lie in their place
         pairs[(cores.vector(),)](
-            number, qk, kk, on_new, on_back, sums, rates, states, grads, of_rest, seen, inverse,
-            of_rate, of_total, of_column, group, values, scale, **sizes, **_only("pairs"),
-        )  # fmt: skip
+            number,
+            qk,
+            kk,
+            on_new,
+            on_back,
+            sums,
+            rates,
+            states,
+            grads,
+            of_rest,
+            seen,
+            inverse,
+            of_rate,
+            of_total,
+            of_column,
+            group,
+            values,
+            scale,
+            **sizes,
+            **_only("pairs"),
+        )
         inputs[(cores.cube(),)](
-            q, k, number, firsts, counts, states, grads, steps, kept, seen, inverse, dq, dk,
-            group, some, *of_q, *of_k, dq.stride(0), **sizes,
+            q,
+            k,
+            number,
+            firsts,
+            counts,
+            states,
+            grads,
+            steps,
+            kept,
+            seen,
+            inverse,
+            dq,
+            dk,
+            group,
+            some,
+            *of_q,
+            *of_k,
+            dq.stride(0),
+            **sizes,
             **_tile("inputs", key_size, value_size),
-        )  # fmt: skip
+        )
         if rate is not None or gate is not None:
             gates[(cores.vector(),)](
-                number, firsts, counts, of_rate, of_total, of_column, d_rate, d_gate, values,
-                d_rate.stride(0), d_gate.stride(0), BETA=rate is not None,
-                GATE=gate is not None, **_only("gates"),
-            )  # fmt: skip
+                number,
+                firsts,
+                counts,
+                of_rate,
+                of_total,
+                of_column,
+                d_rate,
+                d_gate,
+                values,
+                d_rate.stride(0),
+                d_gate.stride(0),
+                BETA=rate is not None,
+                GATE=gate is not None,
+                **_only("gates"),
+            )
     return d_query, d_key, d_value, d_beta, d_initial, d_g

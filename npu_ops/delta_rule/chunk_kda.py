@@ -96,12 +96,33 @@ def _unit(x, NORM: tl.constexpr):
     ]
 )  # fmt: skip
 def sums(
-    k, g, A_log, dt_bias, bounds, total, units,
-    sequences, length, tokens, since, most, group, value_heads, lower_bound, k_token, k_head,
-    g_token, g_head,
-    KEY: tl.constexpr, VARLEN: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    A: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    k,
+    g,
+    A_log,
+    dt_bias,
+    bounds,
+    total,
+    units,
+    sequences,
+    length,
+    tokens,
+    since,
+    most,
+    group,
+    value_heads,
+    lower_bound,
+    k_token,
+    k_head,
+    g_token,
+    g_head,
+    KEY: tl.constexpr,
+    VARLEN: tl.constexpr,
+    NORM: tl.constexpr,
+    GATE: tl.constexpr,
+    A: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """G and k [chunks, HV, 64, K] in float32."""
     row = tl.arange(0, ROWS)
     d = tl.arange(0, KEY)
@@ -152,11 +173,33 @@ def sums(
     ]
 )  # fmt: skip
 def pairs(
-    q, bounds, total, units, alike, seen, queries, keys, left, fades, scaled,
-    sequences, length, tokens, since, most, group, value_heads, scale, q_token, q_head,
-    KEY: tl.constexpr, VARLEN: tl.constexpr, NORM: tl.constexpr, GRAD: tl.constexpr,
+    q,
+    bounds,
+    total,
+    units,
+    alike,
+    seen,
+    queries,
+    keys,
+    left,
+    fades,
+    scaled,
+    sequences,
+    length,
+    tokens,
+    since,
+    most,
+    group,
+    value_heads,
+    scale,
+    q_token,
+    q_head,
+    KEY: tl.constexpr,
+    VARLEN: tl.constexpr,
+    NORM: tl.constexpr,
+    GRAD: tl.constexpr,
     ROWS: tl.constexpr,
-):  # fmt: skip
+):
     """A and P [chunks, HV, 64, 64]; scale exp(G) q, exp(G) k and exp(G_last - G) k
     [chunks, HV, 64, K]; exp(G_last) [chunks, HV, K]; for a gradient also scale q in float32."""
     PARTS: tl.constexpr = CHUNK // ROWS
@@ -213,10 +256,22 @@ def pairs(
     ]
 )  # fmt: skip
 def triangles(
-    alike, beta, bounds, solved, finer, sequences, length, tokens, since, most, value_heads,
+    alike,
+    beta,
+    bounds,
+    solved,
+    finer,
+    sequences,
+    length,
+    tokens,
+    since,
+    most,
+    value_heads,
     beta_head,
-    VARLEN: tl.constexpr, GRAD: tl.constexpr, multibuffer: tl.constexpr,
-):  # fmt: skip
+    VARLEN: tl.constexpr,
+    GRAD: tl.constexpr,
+    multibuffer: tl.constexpr,
+):
     """T [chunks, HV, 64, 64]; beta [HV, tokens].  For a gradient (I + beta A)^-1, and what its
     rounding leaves."""
     i = tl.arange(0, CHUNK)
@@ -260,11 +315,34 @@ def triangles(
     ]
 )  # fmt: skip
 def walk(
-    queries, keys, left, fades, v, bounds, solved, seen, initial, final, out,
-    sequences, length, tokens, since, most, came, goes, value_heads, v_token, v_head,
-    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr,
-    VALUE_FIRST: tl.constexpr, VALUE_TILE: tl.constexpr,
-):  # fmt: skip
+    queries,
+    keys,
+    left,
+    fades,
+    v,
+    bounds,
+    solved,
+    seen,
+    initial,
+    final,
+    out,
+    sequences,
+    length,
+    tokens,
+    since,
+    most,
+    came,
+    goes,
+    value_heads,
+    v_token,
+    v_head,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    INITIAL: tl.constexpr,
+    VALUE_FIRST: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+):
     """Outputs and final states.  The sequence that the round begins within has its state at `came`
     in `initial`, that which it ends within leaves it at `goes` in `final`."""
     TILES: tl.constexpr = VALUE // VALUE_TILE
@@ -400,10 +478,21 @@ def laid_out(most: int, q: Tensor, beta: Tensor, cu_seqlens: Tensor | None, grad
     scaled = space(CHUNK.value, key_size, dtype=torch.float32) if grad else units
     finer = space(*square) if grad else solved
     return Chunks(
-        most, fades if cu_seqlens is None else cu_seqlens, total, units, alike, seen, solved,
-        finer, queries, keys, left, fades, scaled,
+        most,
+        fades if cu_seqlens is None else cu_seqlens,
+        total,
+        units,
+        alike,
+        seen,
+        solved,
+        finer,
+        queries,
+        keys,
+        left,
+        fades,
+        scaled,
         beta.mT.contiguous(),  # loads with a stride are padded in UB
-    )  # fmt: skip
+    )
 
 
 def gate_of(use_gate_in_kernel: bool, lower_bound: float | None) -> int:
@@ -433,22 +522,63 @@ def fill(
     here = (sequences, length, tokens, since, x.most)
     group = value_heads // heads
     sums[(cores.vector(),)](
-        k, g, x.fades if A_log is None else A_log, x.fades if dt_bias is None else dt_bias,
-        x.bounds, x.total, x.units, *here, group, value_heads,
-        0.0 if lower_bound is None else lower_bound, *k.stride()[:2], *g.stride()[:2],
-        KEY=key_size, VARLEN=varlen, NORM=norm, GATE=gate, A=A_log is not None,
-        BIAS=dt_bias is not None, **_rows("sums", key_size),
-    )  # fmt: skip
+        k,
+        g,
+        x.fades if A_log is None else A_log,
+        x.fades if dt_bias is None else dt_bias,
+        x.bounds,
+        x.total,
+        x.units,
+        *here,
+        group,
+        value_heads,
+        0.0 if lower_bound is None else lower_bound,
+        *k.stride()[:2],
+        *g.stride()[:2],
+        KEY=key_size,
+        VARLEN=varlen,
+        NORM=norm,
+        GATE=gate,
+        A=A_log is not None,
+        BIAS=dt_bias is not None,
+        **_rows("sums", key_size),
+    )
     pairs[(cores.vector(),)](
-        q, x.bounds, x.total, x.units, x.alike, x.seen, x.queries, x.keys, x.left, x.fades,
-        x.scaled, *here, group, value_heads, key_size**-0.5 if scale is None else scale,
-        *q.stride()[:2], KEY=key_size, VARLEN=varlen, NORM=norm, GRAD=grad,
+        q,
+        x.bounds,
+        x.total,
+        x.units,
+        x.alike,
+        x.seen,
+        x.queries,
+        x.keys,
+        x.left,
+        x.fades,
+        x.scaled,
+        *here,
+        group,
+        value_heads,
+        key_size**-0.5 if scale is None else scale,
+        *q.stride()[:2],
+        KEY=key_size,
+        VARLEN=varlen,
+        NORM=norm,
+        GRAD=grad,
         **_rows("pairs", key_size),
-    )  # fmt: skip
+    )
     triangles[(cores.vector(),)](
-        x.alike, x.rates, x.bounds, x.solved, x.finer, *here, value_heads, x.rates.stride(0),
-        VARLEN=varlen, GRAD=grad, **tune.only("chunk_kda.triangles").keywords,
-    )  # fmt: skip
+        x.alike,
+        x.rates,
+        x.bounds,
+        x.solved,
+        x.finer,
+        *here,
+        value_heads,
+        x.rates.stride(0),
+        VARLEN=varlen,
+        GRAD=grad,
+        **tune.only("chunk_kda.triangles").keywords,
+    )
 
 
 def forward(
@@ -496,16 +626,50 @@ def forward(
     came, goes = sequences, sequences + 1
     for since in range(0, count, most):
         fill(
-            x, since, q, k, g, sequences, length, scale, varlen, use_qk_l2norm_in_kernel,
-            gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound, grad=False,
-        )  # fmt: skip
+            x,
+            since,
+            q,
+            k,
+            g,
+            sequences,
+            length,
+            scale,
+            varlen,
+            use_qk_l2norm_in_kernel,
+            gate_of(use_gate_in_kernel, lower_bound),
+            A_log,
+            dt_bias,
+            lower_bound,
+            grad=False,
+        )
         walk[(cores.cube(),)](
-            x.queries, x.keys, x.left, x.fades, v, x.bounds, x.solved, x.seen,
-            state if initial is None else initial, state, out, sequences, length, batch * length,
-            since, most, came, goes, value_heads, *v.stride()[:2], KEY=key_size, VALUE=value_size,
-            VARLEN=varlen, INITIAL=initial is not None, VALUE_FIRST=state_layout == "vk",
+            x.queries,
+            x.keys,
+            x.left,
+            x.fades,
+            v,
+            x.bounds,
+            x.solved,
+            x.seen,
+            state if initial is None else initial,
+            state,
+            out,
+            sequences,
+            length,
+            batch * length,
+            since,
+            most,
+            came,
+            goes,
+            value_heads,
+            *v.stride()[:2],
+            KEY=key_size,
+            VALUE=value_size,
+            VARLEN=varlen,
+            INITIAL=initial is not None,
+            VALUE_FIRST=state_layout == "vk",
             **_tile(value_size).keywords,
-        )  # fmt: skip
+        )
         came, goes = goes, came
     if most < count:
         final.copy_(state[:sequences])

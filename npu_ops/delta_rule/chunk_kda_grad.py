@@ -89,11 +89,38 @@ def _chunks(number, since, most):
     ]
 )  # fmt: skip
 def walk_states(
-    keys, left, fades, v, rates, bounds, solved, finer, alike, initial, held, states, new, own,
-    sequences, length, tokens, since, most, came, goes, value_heads, v_token, v_head,
-    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr,
-    VALUE_FIRST: tl.constexpr, HELD: tl.constexpr, VALUE_TILE: tl.constexpr,
-):  # fmt: skip
+    keys,
+    left,
+    fades,
+    v,
+    rates,
+    bounds,
+    solved,
+    finer,
+    alike,
+    initial,
+    held,
+    states,
+    new,
+    own,
+    sequences,
+    length,
+    tokens,
+    since,
+    most,
+    came,
+    goes,
+    value_heads,
+    v_token,
+    v_head,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    INITIAL: tl.constexpr,
+    VALUE_FIRST: tl.constexpr,
+    HELD: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+):
     """S [chunks, HV, V, K]; N and n [chunks, HV, 64, V].  HELD: the sequence that the round begins
     within has its state at `came` in `initial`; that which it ends within leaves it at `goes` in
     `held`, which is the same, all others behind the sequences."""
@@ -169,12 +196,40 @@ def walk_states(
     ]
 )  # fmt: skip
 def walk_grads(
-    queries, keys, left, fades, d_out, rates, bounds, solved, finer, seen, d_final, d_initial,
-    d_value, grads, back, drop,
-    sequences, length, tokens, since, most, came, goes, value_heads, o_token, o_head,
-    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, FINAL: tl.constexpr,
-    INITIAL: tl.constexpr, VALUE_FIRST: tl.constexpr, VALUE_TILE: tl.constexpr,
-):  # fmt: skip
+    queries,
+    keys,
+    left,
+    fades,
+    d_out,
+    rates,
+    bounds,
+    solved,
+    finer,
+    seen,
+    d_final,
+    d_initial,
+    d_value,
+    grads,
+    back,
+    drop,
+    sequences,
+    length,
+    tokens,
+    since,
+    most,
+    came,
+    goes,
+    value_heads,
+    o_token,
+    o_head,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    FINAL: tl.constexpr,
+    INITIAL: tl.constexpr,
+    VALUE_FIRST: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+):
     """dv; E [chunks, HV, V, K]; R and -dv [chunks, HV, 64, V].  The sequence that the round ends
     within has its gradient at `came`, that which it begins within leaves it at `goes`."""
     TILES: tl.constexpr = VALUE // VALUE_TILE
@@ -247,9 +302,21 @@ def walk_grads(
 
 @entry.jit(do_not_specialize=["since", "most", "value_heads", "o_token", "o_head"])
 def squares(
-    d_out, number, firsts, counts, new, drop, of_pairs,
-    since, most, value_heads, o_token, o_head, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr,
-):  # fmt: skip
+    d_out,
+    number,
+    firsts,
+    counts,
+    new,
+    drop,
+    of_pairs,
+    since,
+    most,
+    value_heads,
+    o_token,
+    o_head,
+    VALUE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+):
     """dO N^T, its transpose, -dv N^T and its transpose [chunks, HV, 4, 64, 64]."""
     SQUARE: tl.constexpr = CHUNK * CHUNK
     i = tl.arange(0, CHUNK)
@@ -285,10 +352,26 @@ def squares(
 
 @entry.jit(do_not_specialize=["since", "most", "value_heads", "o_token", "o_head"])
 def crosses(
-    d_out, number, firsts, counts, new, drop, states, grads, of_q, of_k, of_rest,
-    since, most, value_heads, o_token, o_head, KEY: tl.constexpr, VALUE: tl.constexpr,
+    d_out,
+    number,
+    firsts,
+    counts,
+    new,
+    drop,
+    states,
+    grads,
+    of_q,
+    of_k,
+    of_rest,
+    since,
+    most,
+    value_heads,
+    o_token,
+    o_head,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
-):  # fmt: skip
+):
     """dO S^T, -dv S^T and N E^T [chunks, HV, 64, K]."""
     i = tl.arange(0, CHUNK)
     d = tl.arange(0, KEY)
@@ -337,11 +420,39 @@ def _through_norm(of_x, there, grad, NORM: tl.constexpr):
     ]
 )  # fmt: skip
 def inputs(
-    q, k, number, firsts, counts, total, units, scaled, of_pairs, of_q, of_k, of_rest, back, own,
-    d_query, d_key, d_rates, of_total,
-    since, most, tokens, group, heads, scale, q_token, q_head, k_token, k_head,
-    KEY: tl.constexpr, VALUE: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    number,
+    firsts,
+    counts,
+    total,
+    units,
+    scaled,
+    of_pairs,
+    of_q,
+    of_k,
+    of_rest,
+    back,
+    own,
+    d_query,
+    d_key,
+    d_rates,
+    of_total,
+    since,
+    most,
+    tokens,
+    group,
+    heads,
+    scale,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    NORM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """dq and dk, summed over the value heads of a head; dbeta [HV, tokens]; what G gets of its own
     token [chunks, HV, 64, K], without what G_last does."""
     PARTS: tl.constexpr = CHUNK // ROWS
@@ -407,9 +518,21 @@ def inputs(
 
 @entry.jit(do_not_specialize=["since", "most", "value_heads"])
 def totals(
-    number, total, units, of_rest, states, grads, of_total, of_log,
-    since, most, value_heads, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    number,
+    total,
+    units,
+    of_rest,
+    states,
+    grads,
+    of_total,
+    of_log,
+    since,
+    most,
+    value_heads,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """What the decays' logarithms get [chunks, HV, 64, K]."""
     row = tl.arange(0, ROWS)
     d = tl.arange(0, KEY)
@@ -438,10 +561,28 @@ def totals(
 
 @entry.jit(do_not_specialize=["since", "most", "value_heads", "lower_bound", "g_token", "g_head"])
 def gates(
-    g, A_log, dt_bias, number, firsts, counts, of_log, d_gate, of_A, of_bias,
-    since, most, value_heads, lower_bound, g_token, g_head,
-    KEY: tl.constexpr, GATE: tl.constexpr, A: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    g,
+    A_log,
+    dt_bias,
+    number,
+    firsts,
+    counts,
+    of_log,
+    d_gate,
+    of_A,
+    of_bias,
+    since,
+    most,
+    value_heads,
+    lower_bound,
+    g_token,
+    g_head,
+    KEY: tl.constexpr,
+    GATE: tl.constexpr,
+    A: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """dg; what A_log and dt_bias get, by part of a chunk [chunks, HV, 64 / ROWS, K]."""
     PARTS: tl.constexpr = CHUNK // ROWS
     row = tl.arange(0, ROWS)
@@ -584,9 +725,16 @@ def backward(
         memory.empty((size,), torch.int32, device) for size in (1, count, count)
     )
     places[(1,)](
-        x.bounds, number, firsts, counts, sequences, length, tokens, VARLEN=varlen is not None,
+        x.bounds,
+        number,
+        firsts,
+        counts,
+        sequences,
+        length,
+        tokens,
+        VARLEN=varlen is not None,
         **_only("places"),
-    )  # fmt: skip
+    )
     states, grads = (space(value_size, key_size) for _ in range(2))
     new, own, back, drop = (space(side, value_size) for _ in range(4))
     of_pairs = space(4, side, side, kind=wide)
@@ -619,17 +767,52 @@ def backward(
     def forward(turn: int) -> None:
         since = rounds[turn]
         chunk_kda.fill(
-            x, since, q, k, g, sequences, length, scale, varlen is not None, norm, gate, A_log,
-            dt_bias, lower_bound, grad=True,
-        )  # fmt: skip
+            x,
+            since,
+            q,
+            k,
+            g,
+            sequences,
+            length,
+            scale,
+            varlen is not None,
+            norm,
+            gate,
+            A_log,
+            dt_bias,
+            lower_bound,
+            grad=True,
+        )
         at = sequences + 1 + turn
         walk_states[(cores.cube(),)](
-            x.keys, x.left, x.fades, v, x.rates, x.bounds, x.solved, x.finer, x.alike,
-            states if first is None else first, states if first is None else first, states, new,
-            own, sequences, length, tokens, since, most, at - 1, at, value_heads, *v.stride()[:2],
-            **walked, INITIAL=first is not None, HELD=in_rounds,
+            x.keys,
+            x.left,
+            x.fades,
+            v,
+            x.rates,
+            x.bounds,
+            x.solved,
+            x.finer,
+            x.alike,
+            states if first is None else first,
+            states if first is None else first,
+            states,
+            new,
+            own,
+            sequences,
+            length,
+            tokens,
+            since,
+            most,
+            at - 1,
+            at,
+            value_heads,
+            *v.stride()[:2],
+            **walked,
+            INITIAL=first is not None,
+            HELD=in_rounds,
             **_tile("walk_states", value_size, key_size, _PART),
-        )  # fmt: skip
+        )
 
     for turn in range(len(rounds) - 1):
         forward(turn)
@@ -639,38 +822,134 @@ def backward(
         forward(turn)
         here = (rounds[turn], most)
         walk_grads[(cores.cube(),)](
-            x.queries, x.keys, x.left, x.fades, d_out, x.rates, x.bounds, x.solved, x.finer, x.seen,
-            grads if last is None else last, d_first, d_v, grads, back, drop, sequences, length,
-            tokens, *here, came, goes, value_heads, *d_out.stride()[:2], **walked,
-            INITIAL=first is not None, FINAL=last is not None,
+            x.queries,
+            x.keys,
+            x.left,
+            x.fades,
+            d_out,
+            x.rates,
+            x.bounds,
+            x.solved,
+            x.finer,
+            x.seen,
+            grads if last is None else last,
+            d_first,
+            d_v,
+            grads,
+            back,
+            drop,
+            sequences,
+            length,
+            tokens,
+            *here,
+            came,
+            goes,
+            value_heads,
+            *d_out.stride()[:2],
+            **walked,
+            INITIAL=first is not None,
+            FINAL=last is not None,
             **_tile("walk_grads", value_size, key_size, _PART),
-        )  # fmt: skip
+        )
         came, goes = goes, came
         squares[(cores.cube(),)](
-            d_out, number, firsts, counts, new, drop, of_pairs, *here, value_heads,
-            *d_out.stride()[:2], VALUE=value_size, **_tile("squares", value_size, 1),
-        )  # fmt: skip
+            d_out,
+            number,
+            firsts,
+            counts,
+            new,
+            drop,
+            of_pairs,
+            *here,
+            value_heads,
+            *d_out.stride()[:2],
+            VALUE=value_size,
+            **_tile("squares", value_size, 1),
+        )
         crosses[(cores.cube(),)](
-            d_out, number, firsts, counts, new, drop, states, grads, of_q, of_k, of_rest, *here,
-            value_heads, *d_out.stride()[:2], **sizes, **_tile("crosses", value_size, key_size),
-        )  # fmt: skip
+            d_out,
+            number,
+            firsts,
+            counts,
+            new,
+            drop,
+            states,
+            grads,
+            of_q,
+            of_k,
+            of_rest,
+            *here,
+            value_heads,
+            *d_out.stride()[:2],
+            **sizes,
+            **_tile("crosses", value_size, key_size),
+        )
         # what G gets lies where of_q does, a row once that is read
         inputs[(cores.vector(),)](
-            q, k, number, firsts, counts, x.total, x.units, x.scaled, of_pairs, of_q, of_k, of_rest,
-            back, own, d_q, d_k, d_rates, of_q, *here, tokens, group, heads, scale, *q.stride()[:2],
-            *k.stride()[:2], **sizes, NORM=norm, **_only("inputs"),
-        )  # fmt: skip
+            q,
+            k,
+            number,
+            firsts,
+            counts,
+            x.total,
+            x.units,
+            x.scaled,
+            of_pairs,
+            of_q,
+            of_k,
+            of_rest,
+            back,
+            own,
+            d_q,
+            d_k,
+            d_rates,
+            of_q,
+            *here,
+            tokens,
+            group,
+            heads,
+            scale,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            **sizes,
+            NORM=norm,
+            **_only("inputs"),
+        )
         # what `scaled` was for is done
         totals[(cores.vector(),)](
-            number, x.total, x.units, of_rest, states, grads, of_q, x.scaled, *here, value_heads,
-            **sizes, **_only("totals"),
-        )  # fmt: skip
+            number,
+            x.total,
+            x.units,
+            of_rest,
+            states,
+            grads,
+            of_q,
+            x.scaled,
+            *here,
+            value_heads,
+            **sizes,
+            **_only("totals"),
+        )
         gates[(cores.vector(),)](
-            g, parts[0] if A_log is None else A_log, parts[1] if dt_bias is None else dt_bias,
-            number, firsts, counts, x.scaled, d_g, *parts, *here, value_heads,
-            0.0 if lower_bound is None else lower_bound, *g.stride()[:2], KEY=key_size, GATE=gate,
-            A=A_log is not None, BIAS=dt_bias is not None, **_only("gates"),
-        )  # fmt: skip
+            g,
+            parts[0] if A_log is None else A_log,
+            parts[1] if dt_bias is None else dt_bias,
+            number,
+            firsts,
+            counts,
+            x.scaled,
+            d_g,
+            *parts,
+            *here,
+            value_heads,
+            0.0 if lower_bound is None else lower_bound,
+            *g.stride()[:2],
+            KEY=key_size,
+            GATE=gate,
+            A=A_log is not None,
+            BIAS=dt_bias is not None,
+            **_only("gates"),
+        )
         if of_A is not None:
             of_A += parts[0].sum((0, 2, 3))
         if of_bias is not None:

@@ -30,10 +30,23 @@ _LARGEST = {_KERNEL: 2048, "gated_rms_norm_grad.through": 1024}  # numbers of a 
     ]
 )  # fmt: skip
 def normalise(
-    x, gate, weight, out, outer, heads, epsilon, x_outer, x_head, g_outer, g_head,
-    D: tl.constexpr, GROUP: tl.constexpr, BEFORE: tl.constexpr, SILU: tl.constexpr,
+    x,
+    gate,
+    weight,
+    out,
+    outer,
+    heads,
+    epsilon,
+    x_outer,
+    x_head,
+    g_outer,
+    g_head,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BEFORE: tl.constexpr,
+    SILU: tl.constexpr,
     ROWS: tl.constexpr,
-):  # fmt: skip
+):
     GROUPS: tl.constexpr = D // GROUP
     d = tl.arange(0, GROUP)
     r = tl.arange(0, ROWS)
@@ -97,8 +110,19 @@ def forward(
     assert config is not None
     work = outer * triton.cdiv(heads, config.tiles["ROWS"]) * (size // group)
     normalise[(min(work, cores.vector()),)](
-        x, gate, weight, out, outer, heads, epsilon, *x.stride()[:2], *gate.stride()[:2],
-        D=size, GROUP=group, BEFORE=norm_before_gate, SILU=activation != "sigmoid",
+        x,
+        gate,
+        weight,
+        out,
+        outer,
+        heads,
+        epsilon,
+        *x.stride()[:2],
+        *gate.stride()[:2],
+        D=size,
+        GROUP=group,
+        BEFORE=norm_before_gate,
+        SILU=activation != "sigmoid",
         **config.keywords,
-    )  # fmt: skip
+    )
     return out

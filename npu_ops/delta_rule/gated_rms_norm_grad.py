@@ -31,11 +31,28 @@ unsupported = partial(norm.unsupported, kernel=_KERNEL)
     ]
 )  # fmt: skip
 def through(
-    x, gate, weight, d_out, dx, d_gate, sums, outer, heads, epsilon,
-    x_outer, x_head, g_outer, g_head, o_outer, o_head,
-    D: tl.constexpr, GROUP: tl.constexpr, BEFORE: tl.constexpr, SILU: tl.constexpr,
+    x,
+    gate,
+    weight,
+    d_out,
+    dx,
+    d_gate,
+    sums,
+    outer,
+    heads,
+    epsilon,
+    x_outer,
+    x_head,
+    g_outer,
+    g_head,
+    o_outer,
+    o_head,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BEFORE: tl.constexpr,
+    SILU: tl.constexpr,
     ROWS: tl.constexpr,
-):  # fmt: skip
+):
     d = tl.arange(0, GROUP)
     r = tl.arange(0, ROWS)
     tiles = (heads + ROWS - 1) // ROWS
@@ -106,9 +123,23 @@ def backward(
     programs = min(outer * triton.cdiv(heads, config.tiles["ROWS"]), cores.vector())
     sums = memory.empty([programs, size], torch.float32, x.device)
     through[(programs,)](
-        x, gate, weight, d_out, dx, d_gate, sums, outer, heads, epsilon,
-        *x.stride()[:2], *gate.stride()[:2], *d_out.stride()[:2],
-        D=size, GROUP=group, BEFORE=norm_before_gate, SILU=activation != "sigmoid",
+        x,
+        gate,
+        weight,
+        d_out,
+        dx,
+        d_gate,
+        sums,
+        outer,
+        heads,
+        epsilon,
+        *x.stride()[:2],
+        *gate.stride()[:2],
+        *d_out.stride()[:2],
+        D=size,
+        GROUP=group,
+        BEFORE=norm_before_gate,
+        SILU=activation != "sigmoid",
         **config.keywords,
-    )  # fmt: skip
+    )
     return dx, d_gate, sums.sum(0).to(weight.dtype)

@@ -37,11 +37,28 @@ def usable(position, last):
     ]
 )  # fmt: skip
 def gather(
-    key, key_rope, indices, dense, dense_rope,
-    first, rows, count, wide, length, keys, offset, key_batch, key_row, rope_batch, rope_row,
-    i_batch, i_row,
-    DIM: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    key,
+    key_rope,
+    indices,
+    dense,
+    dense_rope,
+    first,
+    rows,
+    count,
+    wide,
+    length,
+    keys,
+    offset,
+    key_batch,
+    key_row,
+    rope_batch,
+    rope_row,
+    i_batch,
+    i_row,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """A slot that does not count is a copy of the first key."""
     r = tl.arange(0, ROWS)
     pieces = wide // ROWS
@@ -73,11 +90,35 @@ def gather(
     ]
 )  # fmt: skip
 def log_sums(
-    query, query_rope, dense, dense_rope, indices, lse,
-    first, rows, count, wide, length, keys, offset, heads, lse_row, scale,
-    q_batch, q_head, q_row, r_batch, r_head, r_row, i_batch, i_row,
-    DIM: tl.constexpr, ROPE: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-):  # fmt: skip
+    query,
+    query_rope,
+    dense,
+    dense_rope,
+    indices,
+    lse,
+    first,
+    rows,
+    count,
+    wide,
+    length,
+    keys,
+    offset,
+    heads,
+    lse_row,
+    scale,
+    q_batch,
+    q_head,
+    q_row,
+    r_batch,
+    r_head,
+    r_row,
+    i_batch,
+    i_row,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
     """lse [T, lse_row], rows of whole tiles: a masked store keeps the vector units from sharing
     the tile.  A token without a slot gets something finite."""
     d = tl.arange(0, DIM)
@@ -124,11 +165,37 @@ def log_sums(
     ]
 )  # fmt: skip
 def head_sums(
-    query, query_rope, dense, dense_rope, indices, lse, target,
-    tokens, first, rows, count, wide, length, keys, offset, heads, lse_row, scale,
-    q_batch, q_head, q_row, r_batch, r_head, r_row, i_batch, i_row,
-    DIM: tl.constexpr, ROPE: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-):  # fmt: skip
+    query,
+    query_rope,
+    dense,
+    dense_rope,
+    indices,
+    lse,
+    target,
+    tokens,
+    first,
+    rows,
+    count,
+    wide,
+    length,
+    keys,
+    offset,
+    heads,
+    lse_row,
+    scale,
+    q_batch,
+    q_head,
+    q_row,
+    r_batch,
+    r_head,
+    r_row,
+    i_batch,
+    i_row,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
     """target [tiles of heads, tokens, K]: the queries of a tile stay in L1."""
     d = tl.arange(0, DIM)
     j = tl.arange(0, KEY_TILE)
@@ -183,9 +250,22 @@ def distributions(target, score, ok):
     ]
 )  # fmt: skip
 def row_loss(
-    score, indices, target, loss, tokens, count, length, keys, offset, eps,
-    s_batch, s_row, i_batch, i_row, WIDTH: tl.constexpr,
-):  # fmt: skip
+    score,
+    indices,
+    target,
+    loss,
+    tokens,
+    count,
+    length,
+    keys,
+    offset,
+    eps,
+    s_batch,
+    s_row,
+    i_batch,
+    i_row,
+    WIDTH: tl.constexpr,
+):
     j = tl.arange(0, WIDTH)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         batch = (token // length).to(tl.int64)
@@ -273,28 +353,70 @@ def forward(
     for first in range(0, tokens, at_once):
         shape = (first, min(at_once, tokens - first), count, wide, length, keys, offset)
         gather[(cores.vector(),)](
-            key, k_rope, indices, dense, dense_rope, *shape,
-            *key.stride()[:2], *k_rope.stride()[:2], *indices.stride()[:2],
-            DIM=size, ROPE=rope, **tune.only("indexer_loss.gather").keywords,
-        )  # fmt: skip
-        scalars = (
-            *shape, heads, lse.shape[-1], scaling, *query.stride()[:3], *q_rope.stride()[:3],
+            key,
+            k_rope,
+            indices,
+            dense,
+            dense_rope,
+            *shape,
+            *key.stride()[:2],
+            *k_rope.stride()[:2],
             *indices.stride()[:2],
-        )  # fmt: skip
+            DIM=size,
+            ROPE=rope,
+            **tune.only("indexer_loss.gather").keywords,
+        )
+        scalars = (
+            *shape,
+            heads,
+            lse.shape[-1],
+            scaling,
+            *query.stride()[:3],
+            *q_rope.stride()[:3],
+            *indices.stride()[:2],
+        )
         if softmax_lse is None:
             log_sums[(cores.cube(),)](
-                query, q_rope, dense, dense_rope, indices, lse, *scalars, DIM=size, ROPE=rope,
+                query,
+                q_rope,
+                dense,
+                dense_rope,
+                indices,
+                lse,
+                *scalars,
+                DIM=size,
+                ROPE=rope,
                 **logs.keywords,
-            )  # fmt: skip
+            )
         head_sums[(cores.cube(),)](
-            query, q_rope, dense, dense_rope, indices, lse, shares, tokens, *scalars, DIM=size,
-            ROPE=rope, **sums.keywords,
-        )  # fmt: skip
+            query,
+            q_rope,
+            dense,
+            dense_rope,
+            indices,
+            lse,
+            shares,
+            tokens,
+            *scalars,
+            DIM=size,
+            ROPE=rope,
+            **sums.keywords,
+        )
     if parts > 1:
         torch.sum(shares, 0, out=target)
     row_loss[(min(tokens, cores.vector()),)](
-        index_score, indices, target, loss, tokens, count, length, keys, offset, eps,
-        *index_score.stride()[:2], *indices.stride()[:2],
+        index_score,
+        indices,
+        target,
+        loss,
+        tokens,
+        count,
+        length,
+        keys,
+        offset,
+        eps,
+        *index_score.stride()[:2],
+        *indices.stride()[:2],
         **tune.at_least("indexer_loss.row_loss", "WIDTH", count).keywords,
-    )  # fmt: skip
+    )
     return loss, target

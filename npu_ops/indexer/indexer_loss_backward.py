@@ -22,9 +22,24 @@ from .indexer_loss import distributions, too_wide, usable
     ]
 )  # fmt: skip
 def row_grad(
-    grad_loss, score, indices, target, grad, tokens, count, length, keys, offset,
-    s_batch, s_row, i_batch, i_row, t_batch, t_row, WIDTH: tl.constexpr,
-):  # fmt: skip
+    grad_loss,
+    score,
+    indices,
+    target,
+    grad,
+    tokens,
+    count,
+    length,
+    keys,
+    offset,
+    s_batch,
+    s_row,
+    i_batch,
+    i_row,
+    t_batch,
+    t_row,
+    WIDTH: tl.constexpr,
+):
     j = tl.arange(0, WIDTH)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         batch = (token // length).to(tl.int64)
@@ -67,9 +82,19 @@ def backward(
     indices = ragged.int32(indices)
     offset = min(chunk_offset, key_length)  # with the row's number it stays within 32 bits
     row_grad[(min(batch * length, cores.vector()),)](
-        grad_loss, index_score, indices, target, grad,
-        batch * length, count, length, key_length, offset,
-        *index_score.stride()[:2], *indices.stride()[:2], *target.stride()[:2],
+        grad_loss,
+        index_score,
+        indices,
+        target,
+        grad,
+        batch * length,
+        count,
+        length,
+        key_length,
+        offset,
+        *index_score.stride()[:2],
+        *indices.stride()[:2],
+        *target.stride()[:2],
         **tune.at_least("indexer_loss_backward.row_grad", "WIDTH", count).keywords,
-    )  # fmt: skip
+    )
     return grad

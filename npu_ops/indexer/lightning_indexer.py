@@ -41,9 +41,17 @@ _GUESSES = tl.constexpr(6)
 
 @triton.jit
 def heads_of(
-    query, weights, query_scale, h, query_head, scale_head,
-    Q_SCALE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    query,
+    weights,
+    query_scale,
+    h,
+    query_head,
+    scale_head,
+    Q_SCALE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     """(query, weight) of the heads `h`; if they are not the whole ones, zero from HEADS on."""
     of_query = query + h[:, None] * query_head + tl.arange(0, DIM)[None]
     of_scale = query_scale + h * scale_head
@@ -90,9 +98,17 @@ def last_tile(requests, tokens, Q_TND: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def request_at(
-    group, query_lengths, first, rows, requests, steps, tokens,
-    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    group,
+    query_lengths,
+    first,
+    rows,
+    requests,
+    steps,
+    tokens,
+    Q_TND: tl.constexpr,
+    Q_LENGTHS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     """The request of a group; the last one of those that begin with it."""
     if Q_TND:
         request = requests * 0
@@ -110,9 +126,18 @@ def request_at(
 
 @triton.jit
 def score_row(
-    token, request, query_lengths, first, rows, groups, requests, tokens,
-    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    token,
+    request,
+    query_lengths,
+    first,
+    rows,
+    groups,
+    requests,
+    tokens,
+    Q_TND: tl.constexpr,
+    Q_LENGTHS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     """Where `scores` puts the row of a token of this request."""
     begun, _count = tokens_of(request, query_lengths, requests, tokens, Q_TND, Q_LENGTHS)
     group = first_group(request, begun, first, rows, tokens, Q_TND, TOKENS)
@@ -132,14 +157,50 @@ def score_row(
     ]
 )  # fmt: skip
 def scores(
-    query, key, weights, query_scale, key_scale, table, query_lengths, key_lengths, out,
-    first, rows, wide, groups, pieces, steps, query_row, query_head, weights_row, scale_row,
-    scale_head, key_row, scale_page, requests, tokens, reach, table_stride, pages, page, page_rows,
-    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr, RATIO: tl.constexpr, Q_SCALE: tl.constexpr, K_SCALE: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, KEY_STEP: tl.constexpr, HEAD_TILE: tl.constexpr,
-    TOKENS: tl.constexpr, KEY_TILE: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    weights,
+    query_scale,
+    key_scale,
+    table,
+    query_lengths,
+    key_lengths,
+    out,
+    first,
+    rows,
+    wide,
+    groups,
+    pieces,
+    steps,
+    query_row,
+    query_head,
+    weights_row,
+    scale_row,
+    scale_head,
+    key_row,
+    scale_page,
+    requests,
+    tokens,
+    reach,
+    table_stride,
+    pages,
+    page,
+    page_rows,
+    Q_TND: tl.constexpr,
+    Q_LENGTHS: tl.constexpr,
+    KEYS: tl.constexpr,
+    K_LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    RATIO: tl.constexpr,
+    Q_SCALE: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    KEY_STEP: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
     """out [groups * TOKENS, wide]: a core takes a piece of the keys that a group of tokens sees, a
     tile of KEY_STEP at a time."""
     r = tl.arange(0, KEY_TILE)
@@ -168,9 +229,17 @@ def scores(
         to = out + (group * TOKENS).to(tl.int64) * wide
         if HEADS <= HEAD_TILE:
             q, w = heads_of(
-                of_query, of_weights, of_scale, h, query_head, scale_head,
-                Q_SCALE, HEADS, DIM, HEADS == HEAD_TILE,
-            )  # fmt: skip
+                of_query,
+                of_weights,
+                of_scale,
+                h,
+                query_head,
+                scale_head,
+                Q_SCALE,
+                HEADS,
+                DIM,
+                HEADS == HEAD_TILE,
+            )
         begin = (tiles * piece // pieces).to(tl.int32)
         end = (tiles * (piece + 1) // pieces).to(tl.int32)
         for tile in range(begin, end):
@@ -197,9 +266,17 @@ def scores(
             for head in tl.static_range(0, HEADS, HEAD_TILE):
                 if HEADS > HEAD_TILE:
                     q, w = heads_of(
-                        of_query, of_weights, of_scale, head + h, query_head, scale_head,
-                        Q_SCALE, HEADS, DIM, HEADS % HEAD_TILE == 0,
-                    )  # fmt: skip
+                        of_query,
+                        of_weights,
+                        of_scale,
+                        head + h,
+                        query_head,
+                        scale_head,
+                        Q_SCALE,
+                        HEADS,
+                        DIM,
+                        HEADS % HEAD_TILE == 0,
+                    )
                 z = tl.dot(q, tl.trans(k)).to(tl.float32)  # [TOKENS * HEAD_TILE, KEY_TILE]
                 z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[:, None]
                 if HEADS % HEAD_TILE != 0:
@@ -277,12 +354,28 @@ def search(of_row, n, low, high, most, least, key1, key2, key3, wanted, TILE: tl
     ]
 )  # fmt: skip
 def topk(
-    score, query_lengths, key_lengths, out,
-    first, rows, wide, groups, chosen, requests, tokens, reach,
-    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr, RATIO: tl.constexpr, TOKENS: tl.constexpr, COUNT_TILE: tl.constexpr,
+    score,
+    query_lengths,
+    key_lengths,
+    out,
+    first,
+    rows,
+    wide,
+    groups,
+    chosen,
+    requests,
+    tokens,
+    reach,
+    Q_TND: tl.constexpr,
+    Q_LENGTHS: tl.constexpr,
+    KEYS: tl.constexpr,
+    K_LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    RATIO: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COUNT_TILE: tl.constexpr,
     SORT_TILE: tl.constexpr,
-):  # fmt: skip
+):
     """The `chosen`-th score lies in a bracket of keys, whose ends are counted: _GUESSES passes over
     the row narrow it down by values, which is fast where they are spread; where a score or a tie is
     not singled out then, up to 16 passes do by keys, which is sure.  Rows that are taken as a whole
@@ -297,15 +390,33 @@ def topk(
     wanted = chosen.to(tl.float32)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         request, _, n = visible(
-            first + row, query_lengths, key_lengths, requests, tokens, reach,
-            Q_TND, Q_LENGTHS, KEYS, K_LENGTHS, CAUSAL,
-        )  # fmt: skip
+            first + row,
+            query_lengths,
+            key_lengths,
+            requests,
+            tokens,
+            reach,
+            Q_TND,
+            Q_LENGTHS,
+            KEYS,
+            K_LENGTHS,
+            CAUSAL,
+        )
         if RATIO > 1:
             n = n // RATIO
         of_row = score + wide * score_row(
-            first + row, request, query_lengths, first, rows, groups, requests, tokens,
-            Q_TND, Q_LENGTHS, TOKENS,
-        )  # fmt: skip
+            first + row,
+            request,
+            query_lengths,
+            first,
+            rows,
+            groups,
+            requests,
+            tokens,
+            Q_TND,
+            Q_LENGTHS,
+            TOKENS,
+        )
         to = out + (first + row).to(tl.int64) * chosen
         there = tl.zeros((COUNT_TILE,), tl.float32)
         lowest = tl.full((COUNT_TILE,), float("inf"), tl.float32)
@@ -336,9 +447,18 @@ def topk(
             if (high - low > 1) & (most != wanted):
                 step = (high - low + 3) >> 2
                 low, high, most, least = search(
-                    of_row, n, low, high, most, least, low + step, low + 2 * step, low + 3 * step,
-                    wanted, COUNT_TILE,
-                )  # fmt: skip
+                    of_row,
+                    n,
+                    low,
+                    high,
+                    most,
+                    least,
+                    low + step,
+                    low + 2 * step,
+                    low + 3 * step,
+                    wanted,
+                    COUNT_TILE,
+                )
         at_least = as_float(low)
         # how many of those equal to it are wanted: all that there are, or those that are missing
         ties = tl.where(most == wanted, chosen, chosen - least.to(tl.int32))
@@ -369,16 +489,38 @@ def topk(
 
 @entry.jit(do_not_specialize=["first", "rows", "wide", "groups", "chosen", "requests", "tokens"])
 def values(
-    score, indices, query_lengths, out, first, rows, wide, groups, chosen, requests, tokens,
-    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, TOKENS: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+    score,
+    indices,
+    query_lengths,
+    out,
+    first,
+    rows,
+    wide,
+    groups,
+    chosen,
+    requests,
+    tokens,
+    Q_TND: tl.constexpr,
+    Q_LENGTHS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     p = tl.arange(0, PIECE)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         request = request_of(first + row, query_lengths, requests, tokens, Q_TND)
         of_row = score + wide * score_row(
-            first + row, tl.minimum(request, requests - 1), query_lengths, first, rows, groups,
-            requests, tokens, Q_TND, Q_LENGTHS, TOKENS,
-        )  # fmt: skip
+            first + row,
+            tl.minimum(request, requests - 1),
+            query_lengths,
+            first,
+            rows,
+            groups,
+            requests,
+            tokens,
+            Q_TND,
+            Q_LENGTHS,
+            TOKENS,
+        )
         at = (first + row).to(tl.int64) * chosen
         for s in range(0, chosen, PIECE):
             position = tl.load(indices + at + s + p, mask=p < chosen - s, other=-1)
@@ -436,10 +578,21 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Values in the dtype of `query`, unless another is asked for."""
     return select(
-        query, key, weights, None, None, actual_seq_lengths_query, actual_seq_lengths_key,
-        block_table, layout_query, layout_key, sparse_count, sparse_mode, cmp_ratio,
+        query,
+        key,
+        weights,
+        None,
+        None,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        block_table,
+        layout_query,
+        layout_key,
+        sparse_count,
+        sparse_mode,
+        cmp_ratio,
         (value_dtype or query.dtype) if return_value else None,
-    )  # fmt: skip
+    )
 
 
 def select(
@@ -490,28 +643,68 @@ def select(
     found = memory.empty((most * each, wide), torch.float32, query.device)
     for first, rows, groups in rounds:
         scores[(cores.cube(),)](
-            q, key, w, of_query, of_key, plan.table, out=found, first=first, rows=rows, wide=wide,
-            groups=groups, pieces=_pieces(groups, plan.reach),
+            q,
+            key,
+            w,
+            of_query,
+            of_key,
+            plan.table,
+            out=found,
+            first=first,
+            rows=rows,
+            wide=wide,
+            groups=groups,
+            pieces=_pieces(groups, plan.reach),
             steps=plan.arguments["requests"].bit_length(),
-            query_row=q.stride(0), query_head=q.stride(1), weights_row=w.stride(0),
-            scale_row=of_query.stride(0), scale_head=of_query.stride(1),
-            key_row=ragged.row_stride(key), scale_page=of_key.stride(0),
-            table_stride=plan.table.stride(0), pages=key.shape[0], page=key.shape[-3],
-            page_rows=ragged.page_rows(key), Q_SCALE=query_scale is not None,
-            K_SCALE=key_scale is not None, HEADS=q.shape[1], DIM=q.shape[2], RATIO=cmp_ratio,
-            KEY_STEP=step, **plan.arguments, **plan.flags, **product.keywords,
-        )  # fmt: skip
+            query_row=q.stride(0),
+            query_head=q.stride(1),
+            weights_row=w.stride(0),
+            scale_row=of_query.stride(0),
+            scale_head=of_query.stride(1),
+            key_row=ragged.row_stride(key),
+            scale_page=of_key.stride(0),
+            table_stride=plan.table.stride(0),
+            pages=key.shape[0],
+            page=key.shape[-3],
+            page_rows=ragged.page_rows(key),
+            Q_SCALE=query_scale is not None,
+            K_SCALE=key_scale is not None,
+            HEADS=q.shape[1],
+            DIM=q.shape[2],
+            RATIO=cmp_ratio,
+            KEY_STEP=step,
+            **plan.arguments,
+            **plan.flags,
+            **product.keywords,
+        )
         topk[(min(rows, cores.vector()),)](
-            found, out=indices, first=first, rows=rows, wide=wide, groups=groups, chosen=count,
-            RATIO=cmp_ratio, TOKENS=each, **plan.arguments, **plan.flags,
+            found,
+            out=indices,
+            first=first,
+            rows=rows,
+            wide=wide,
+            groups=groups,
+            chosen=count,
+            RATIO=cmp_ratio,
+            TOKENS=each,
+            **plan.arguments,
+            **plan.flags,
             **tune.only("lightning_indexer.topk").keywords,
-        )  # fmt: skip
+        )
         if wanted:
             values[(min(rows, cores.vector()),)](
-                found, indices, out=chosen, first=first, rows=rows, wide=wide, groups=groups,
-                chosen=count, **lengths, **packed,
+                found,
+                indices,
+                out=chosen,
+                first=first,
+                rows=rows,
+                wide=wide,
+                groups=groups,
+                chosen=count,
+                **lengths,
+                **packed,
                 **tune.only("lightning_indexer.values").keywords,
-            )  # fmt: skip
+            )
     return indices, chosen
 
 

@@ -35,11 +35,28 @@ LOW = tl.constexpr(128)  # positions in a row of a tile of `spread`
     ]
 )  # fmt: skip
 def spread(
-    dy, indices, query_lengths, key_lengths, g,
-    first, rows, count, wide, indices_row, dy_row, requests, tokens, reach,
-    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr, HIGH_TILE: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
+    dy,
+    indices,
+    query_lengths,
+    key_lengths,
+    g,
+    first,
+    rows,
+    count,
+    wide,
+    indices_row,
+    dy_row,
+    requests,
+    tokens,
+    reach,
+    Q_TND: tl.constexpr,
+    Q_LENGTHS: tl.constexpr,
+    KEYS: tl.constexpr,
+    K_LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HIGH_TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     """g [T, wide], whole tiles.  There is no scatter, but with position = high * 128 + low the sum
     over the slots is a product: (high is the row's) times (the slot's dy where low is the
     column's).  The ones are exact, and so is the float32 cube with one term a place."""
@@ -53,9 +70,18 @@ def spread(
         row = work // tiles
         tile = work % tiles * HIGH_TILE
         _, _, limit = visible(
-            first + row, query_lengths, key_lengths, requests, tokens, reach,
-            Q_TND, Q_LENGTHS, KEYS, K_LENGTHS, CAUSAL,
-        )  # fmt: skip
+            first + row,
+            query_lengths,
+            key_lengths,
+            requests,
+            tokens,
+            reach,
+            Q_TND,
+            Q_LENGTHS,
+            KEYS,
+            K_LENGTHS,
+            CAUSAL,
+        )
         selected = indices + (first + row).to(tl.int64) * indices_row
         of_row = dy + (first + row).to(tl.int64) * dy_row
         acc = tl.zeros((HIGH_TILE, LOW), tl.float32)
@@ -83,12 +109,34 @@ def spread(
     ]
 )  # fmt: skip
 def grad_keys(
-    query, key, weights, g, query_lengths, key_lengths, d_key,
-    first, rows, wide, heads, query_row, query_head, weights_row, key_row, page_rows,
-    requests, tokens, reach,
-    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr, DIM: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    weights,
+    g,
+    query_lengths,
+    key_lengths,
+    d_key,
+    first,
+    rows,
+    wide,
+    heads,
+    query_row,
+    query_head,
+    weights_row,
+    key_row,
+    page_rows,
+    requests,
+    tokens,
+    reach,
+    Q_TND: tl.constexpr,
+    Q_LENGTHS: tl.constexpr,
+    KEYS: tl.constexpr,
+    K_LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DIM: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
     """d_key [keys, DIM], float32: what `rows` tokens from `first` on contribute.  Added up over
     launches outside: a load of earlier sums keeps the vector units from sharing the tile."""
     p = tl.arange(0, KEY_TILE)
@@ -123,8 +171,9 @@ def grad_keys(
                 h = step % steps_of_token * HEAD_TILE + tl.arange(0, HEAD_TILE)
                 q = tl.load(
                     query + t.to(tl.int64) * query_row + h[:, None] * query_head + d[None],
-                    mask=(h < heads)[:, None], other=0.0,
-                )  # fmt: skip
+                    mask=(h < heads)[:, None],
+                    other=0.0,
+                )
                 w = tl.load(weights + t.to(tl.int64) * weights_row + h, mask=h < heads, other=0.0)
                 grad = tl.load(g + (t - first).to(tl.int64) * wide + position + p)
                 s = tl.dot(q, tl.trans(k))  # [HEAD_TILE, KEY_TILE]
@@ -141,12 +190,35 @@ def grad_keys(
     ]
 )  # fmt: skip
 def grad_query(
-    query, key, weights, g, query_lengths, key_lengths, d_query, d_weights,
-    first, rows, wide, heads, query_row, query_head, weights_row, key_row, page_rows,
-    requests, tokens, reach,
-    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr, DIM: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    weights,
+    g,
+    query_lengths,
+    key_lengths,
+    d_query,
+    d_weights,
+    first,
+    rows,
+    wide,
+    heads,
+    query_row,
+    query_head,
+    weights_row,
+    key_row,
+    page_rows,
+    requests,
+    tokens,
+    reach,
+    Q_TND: tl.constexpr,
+    Q_LENGTHS: tl.constexpr,
+    KEYS: tl.constexpr,
+    K_LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DIM: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
     p = tl.arange(0, KEY_TILE)
     d = tl.arange(0, DIM)
     tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
@@ -155,9 +227,18 @@ def grad_query(
         token = (first + row).to(tl.int64)
         h = work % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
         request, start, limit = visible(
-            first + row, query_lengths, key_lengths, requests, tokens, reach,
-            Q_TND, Q_LENGTHS, KEYS, K_LENGTHS, CAUSAL,
-        )  # fmt: skip
+            first + row,
+            query_lengths,
+            key_lengths,
+            requests,
+            tokens,
+            reach,
+            Q_TND,
+            Q_LENGTHS,
+            KEYS,
+            K_LENGTHS,
+            CAUSAL,
+        )
         if KEYS == TND:
             origin = start.to(tl.int64)
         else:
@@ -172,8 +253,9 @@ def grad_query(
         for position in range(0, limit, KEY_TILE):
             k = tl.load(
                 key + (origin + position + p)[:, None] * key_row + d[None],
-                mask=(p < limit - position)[:, None], other=0.0,
-            )  # fmt: skip
+                mask=(p < limit - position)[:, None],
+                other=0.0,
+            )
             grad = tl.load(g + row.to(tl.int64) * wide + position + p)
             s = tl.dot(q, tl.trans(k))  # [HEAD_TILE, KEY_TILE]
             seen = tl.where(s > 0, grad[None], 0.0)
@@ -209,10 +291,19 @@ def spread_over(
 ) -> None:
     """g [at least `rows`, spread_width] of `rows` tokens from `first` on; dy and indices [T, K]."""
     spread[(cores.cube(),)](
-        dy, indices, g=g, first=first, rows=rows, count=indices.shape[-1], wide=g.shape[1],
-        indices_row=indices.stride(0), dy_row=dy_row, **plan.arguments, **plan.flags,
+        dy,
+        indices,
+        g=g,
+        first=first,
+        rows=rows,
+        count=indices.shape[-1],
+        wide=g.shape[1],
+        indices_row=indices.stride(0),
+        dy_row=dy_row,
+        **plan.arguments,
+        **plan.flags,
         **tune.only("lightning_indexer_grad.spread").keywords,
-    )  # fmt: skip
+    )
 
 
 def backward(
@@ -230,9 +321,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     layout = layout or "BSND"
     plan = ragged.plan(
-        query, key, actual_seq_lengths_query, actual_seq_lengths_key, None, layout, layout,
+        query,
+        key,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        None,
+        layout,
+        layout,
         3 if sparse_mode is None else sparse_mode,
-    )  # fmt: skip
+    )
     device, (heads, dim) = query.device, query.shape[-2:]
     d_query = memory.empty(query.shape, query.dtype, device)
     d_weights = memory.empty(weights.shape, weights.dtype, device)
@@ -247,23 +344,40 @@ def backward(
     indices = ragged.int32(sparse_indices).flatten(0, -3)
     grad, q, w = dy.flatten(0, -3), query.flatten(0, -3), weights.flatten(0, -2)
     strides = dict(
-        query_row=q.stride(0), query_head=q.stride(1), weights_row=w.stride(0),
-        key_row=ragged.row_stride(key), page_rows=ragged.page_rows(key),
-    )  # fmt: skip
+        query_row=q.stride(0),
+        query_head=q.stride(1),
+        weights_row=w.stride(0),
+        key_row=ragged.row_stride(key),
+        page_rows=ragged.page_rows(key),
+    )
     for first in range(0, plan.rows, at_once):
         rows = min(at_once, plan.rows - first)
         spread_over(grad, grad.stride(0), indices, g, plan, first, rows)
         shared = dict(first=first, rows=rows, wide=wide, heads=heads, DIM=dim) | strides
         part = sums if first == 0 else torch.zeros_like(sums)
         grad_keys[(cores.cube(),)](
-            q, key, w, g, d_key=part, **shared, **plan.arguments, **plan.flags,
+            q,
+            key,
+            w,
+            g,
+            d_key=part,
+            **shared,
+            **plan.arguments,
+            **plan.flags,
             **products.keywords,
-        )  # fmt: skip
+        )
         if first > 0:
             sums += part
         grad_query[(cores.cube(),)](
-            q, key, w, g, d_query=d_query, d_weights=d_weights, **shared, **plan.arguments,
+            q,
+            key,
+            w,
+            g,
+            d_query=d_query,
+            d_weights=d_weights,
+            **shared,
+            **plan.arguments,
             **plan.flags,
             **tune.at_least("lightning_indexer_grad.grad_query", "HEAD_TILE", heads, dim).keywords,
-        )  # fmt: skip
+        )
     return d_query, sums.to(key.dtype), d_weights

@@ -58,7 +58,18 @@ def selected(
     """(indices, their scores in float32, or none)"""
     query, key = quantised.typed(query, query_dtype), quantised.typed(key, key_dtype)
     return lightning_indexer.select(
-        query, key, weights, query_dequant_scale, key_dequant_scale, actual_seq_lengths_query,
-        actual_seq_lengths_key, block_table, layout_query, layout_key, sparse_count, sparse_mode,
-        cmp_ratio, torch.float32 if scored else None,
-    )  # fmt: skip
+        query,
+        key,
+        weights,
+        query_dequant_scale,
+        key_dequant_scale,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        block_table,
+        layout_query,
+        layout_key,
+        sparse_count,
+        sparse_mode,
+        cmp_ratio,
+        torch.float32 if scored else None,
+    )

@@ -40,10 +40,27 @@ EPS = 1e-10
     ]
 )  # fmt: skip
 def targets(
-    query, query_rope, dense, dense_rope, last, lse, target,
-    first, rows, wide, heads, q_row, q_head, r_row, r_head, scale,
-    DIM: tl.constexpr, ROPE: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-):  # fmt: skip
+    query,
+    query_rope,
+    dense,
+    dense_rope,
+    last,
+    lse,
+    target,
+    first,
+    rows,
+    wide,
+    heads,
+    q_row,
+    q_head,
+    r_row,
+    r_head,
+    scale,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
     """target [T, wide]; what lies behind a row's last slot is not written."""
     d = tl.arange(0, DIM)
     j = tl.arange(0, KEY_TILE)
@@ -75,9 +92,22 @@ def targets(
 
 @entry.jit(do_not_specialize=["first", "rows", "wide", "heads", "q_row", "q_head", "w_row"])
 def scores(
-    query, weights, dense, last, score, first, rows, wide, heads, q_row, q_head, w_row,
-    DIM: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-):  # fmt: skip
+    query,
+    weights,
+    dense,
+    last,
+    score,
+    first,
+    rows,
+    wide,
+    heads,
+    q_row,
+    q_head,
+    w_row,
+    DIM: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
     """score [T, wide], written like the target."""
     d = tl.arange(0, DIM)
     j = tl.arange(0, KEY_TILE)
@@ -176,9 +206,19 @@ def forward(
     else:
         lse = _log_sums(softmax_max, softmax_sum, sinks)
         loss = _losses(
-            query, key, query_index, key_index, weights, sparse_indices, lse, scale_value,
-            query_rope, key_rope, plan, d,
-        )  # fmt: skip
+            query,
+            key,
+            query_index,
+            key_index,
+            weights,
+            sparse_indices,
+            lse,
+            scale_value,
+            query_rope,
+            key_rope,
+            plan,
+            d,
+        )
     grads = lightning_indexer_grad.backward(
         query_index, key_index, d, sparse_indices, weights, act_q, act_k, layout, mode, None, None
     )
@@ -235,30 +275,77 @@ def _losses(
         rows = min(at_once, plan.rows - first)
         span = (first, rows, wide)
         gather[(cores.vector(),)](
-            key, k_rope, slots, last, dense, dense_rope, *span,
-            ragged.row_stride(key), ragged.row_stride(k_rope), LATENT=size, ROTARY=rope,
-            KEY_TILE=tile, **copies.keywords,
-        )  # fmt: skip
+            key,
+            k_rope,
+            slots,
+            last,
+            dense,
+            dense_rope,
+            *span,
+            ragged.row_stride(key),
+            ragged.row_stride(k_rope),
+            LATENT=size,
+            ROTARY=rope,
+            KEY_TILE=tile,
+            **copies.keywords,
+        )
         gather[(cores.vector(),)](
-            key_index, key_index, slots, last, dense_index, dense_index, *span,
-            ragged.row_stride(key_index), 0, LATENT=index_size, ROTARY=0,
-            KEY_TILE=tile, **copies.keywords,
-        )  # fmt: skip
+            key_index,
+            key_index,
+            slots,
+            last,
+            dense_index,
+            dense_index,
+            *span,
+            ragged.row_stride(key_index),
+            0,
+            LATENT=index_size,
+            ROTARY=0,
+            KEY_TILE=tile,
+            **copies.keywords,
+        )
         targets[(cores.cube(),)](
-            q, qr, dense, dense_rope, last, lse, target, *span, heads,
-            *q.stride()[:2], *qr.stride()[:2], scale, DIM=size, ROPE=rope, **products.keywords,
-        )  # fmt: skip
+            q,
+            qr,
+            dense,
+            dense_rope,
+            last,
+            lse,
+            target,
+            *span,
+            heads,
+            *q.stride()[:2],
+            *qr.stride()[:2],
+            scale,
+            DIM=size,
+            ROPE=rope,
+            **products.keywords,
+        )
         scores[(cores.cube(),)](
-            qi, w, dense_index, last, score, *span, index_heads, *qi.stride()[:2], w.stride(0),
+            qi,
+            w,
+            dense_index,
+            last,
+            score,
+            *span,
+            index_heads,
+            *qi.stride()[:2],
+            w.stride(0),
             DIM=index_size,
             **tune.at_least(
                 "sparse_lightning_indexer_grad_kl_loss.scores", "HEAD_TILE", index_heads, index_size
             ).keywords,
-        )  # fmt: skip
+        )
     row_loss[(min(plan.rows, cores.vector()),)](
-        target, score, slots, loss, d, plan.rows, count, wide, EPS,
-        **tune.at_least(
-            "sparse_lightning_indexer_grad_kl_loss.row_loss", "WIDTH", count
-        ).keywords,
-    )  # fmt: skip
+        target,
+        score,
+        slots,
+        loss,
+        d,
+        plan.rows,
+        count,
+        wide,
+        EPS,
+        **tune.at_least("sparse_lightning_indexer_grad_kl_loss.row_loss", "WIDTH", count).keywords,
+    )
     return loss

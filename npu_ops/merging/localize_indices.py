@@ -65,7 +65,15 @@ def forward(indices: Tensor, rank: int, size: int, interleave: int) -> tuple[Ten
         return local, counts.zero_()
     flat = ragged.int32(indices).reshape(rows, count)
     localize[(min(rows, cores.vector()),)](
-        flat, local, counts, rank, size, interleave, rows, count, flat.stride(0),
+        flat,
+        local,
+        counts,
+        rank,
+        size,
+        interleave,
+        rows,
+        count,
+        flat.stride(0),
         **tune.only("localize_indices.localize").keywords,
-    )  # fmt: skip
+    )
     return local, counts

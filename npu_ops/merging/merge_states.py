@@ -24,9 +24,23 @@ PARTS = tl.constexpr(MOST_PARTS)
     ]
 )  # fmt: skip
 def merge(
-    outs, lses, sums, out, out_lse, parts, rows, size, o_part, o_row, l_part, l_row, s_part, s_row,
-    SUMS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    outs,
+    lses,
+    sums,
+    out,
+    out_lse,
+    parts,
+    rows,
+    size,
+    o_part,
+    o_row,
+    l_part,
+    l_row,
+    s_part,
+    s_row,
+    SUMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     p = tl.arange(0, PARTS)
     d = tl.arange(0, WIDTH)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -81,8 +95,18 @@ def forward(outs: Tensor, lses: Tensor, sums: Tensor | None) -> tuple[Tensor, Te
     flat_lses = lses.reshape(parts, rows)
     flat_sums = flat_lses if sums is None else sums.reshape(parts, rows)
     merge[(min(rows, cores.vector()),)](
-        flat, flat_lses, flat_sums, out, lse, parts, rows, size, *flat.stride()[:2],
-        *flat_lses.stride(), *flat_sums.stride(), SUMS=sums is not None,
+        flat,
+        flat_lses,
+        flat_sums,
+        out,
+        lse,
+        parts,
+        rows,
+        size,
+        *flat.stride()[:2],
+        *flat_lses.stride(),
+        *flat_sums.stride(),
+        SUMS=sums is not None,
         **tune.at_least("merge_states.merge", "WIDTH", size).keywords,
-    )  # fmt: skip
+    )
     return out, lse

@@ -38,9 +38,19 @@ def _tile(values, positions, left, TILE: tl.constexpr):
 
 @entry.jit(do_not_specialize=["k", "rows", "parts", "count", "v_part", "v_row", "p_part", "p_row"])
 def choose(
-    values, positions, marked, k, rows, parts, count, v_part, v_row, p_part, p_row,
+    values,
+    positions,
+    marked,
+    k,
+    rows,
+    parts,
+    count,
+    v_part,
+    v_row,
+    p_part,
+    p_row,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """marked [rows, parts, count]: the position of what is chosen, BEHIND of the others."""
     j = tl.arange(0, TILE)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -119,9 +129,17 @@ def forward(values: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
     flat_positions = ragged.int32(flat_positions)
     marked = memory.empty((rows, parts * count), torch.int32, values.device)
     choose[(min(rows, cores.vector()),)](
-        flat, flat_positions, marked, k, rows, parts, count, *flat.stride()[:2],
-        *flat_positions.stride()[:2], **tune.only("merge_topk.choose").keywords,
-    )  # fmt: skip
+        flat,
+        flat_positions,
+        marked,
+        k,
+        rows,
+        parts,
+        count,
+        *flat.stride()[:2],
+        *flat_positions.stride()[:2],
+        **tune.only("merge_topk.choose").keywords,
+    )
     chosen, order = marked.sort(-1)
     chosen, order = chosen[:, :k], order[:, :k]
     width, absent = chosen.shape[1], chosen == LAST

@@ -26,26 +26,90 @@ from .rows import rotated
     ]
 )  # fmt: skip
 def absorb(
-    x, w, out, rows, heads, columns, depth, x_row, x_head, out_row, sin, cos, out_rope,
-    index, index_heads, index_row, index_head,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr, ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr, INDEX_INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HEAD_TILE: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    out,
+    rows,
+    heads,
+    columns,
+    depth,
+    x_row,
+    x_head,
+    out_row,
+    sin,
+    cos,
+    out_rope,
+    index,
+    index_heads,
+    index_row,
+    index_head,
+    WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INDEX_INTERLEAVED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+):
     """The rotary dims of a head of x lie behind its `depth`; `index` is turned in place."""
     head_tiles(
-        x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
-        WHOLE_M, WHOLE_N, WHOLE_K, False, ROWS, COLUMNS, DEPTH,
-    )  # fmt: skip
+        x,
+        w,
+        out,
+        rows,
+        heads,
+        columns,
+        depth,
+        x_row,
+        x_head,
+        out_row,
+        WHOLE_M,
+        WHOLE_N,
+        WHOLE_K,
+        False,
+        ROWS,
+        COLUMNS,
+        DEPTH,
+    )
     first = rotated(
-        x + depth, sin, cos, out_rope, 0, rows, heads, x_row, x_head, heads * ROTARY, ROTARY,
-        ROTARY, INTERLEAVED, WHOLE, HEAD_TILE,
-    )  # fmt: skip
+        x + depth,
+        sin,
+        cos,
+        out_rope,
+        0,
+        rows,
+        heads,
+        x_row,
+        x_head,
+        heads * ROTARY,
+        ROTARY,
+        ROTARY,
+        INTERLEAVED,
+        WHOLE,
+        HEAD_TILE,
+    )
     if index is not None:
         rotated(
-            index, sin, cos, index, first, rows, index_heads, index_row, index_head, index_row,
-            index_head, ROTARY, INDEX_INTERLEAVED, WHOLE, HEAD_TILE,
-        )  # fmt: skip
+            index,
+            sin,
+            cos,
+            index,
+            first,
+            rows,
+            index_heads,
+            index_row,
+            index_head,
+            index_row,
+            index_head,
+            ROTARY,
+            INDEX_INTERLEAVED,
+            WHOLE,
+            HEAD_TILE,
+        )
 
 
 @dataclass
@@ -66,9 +130,15 @@ def room(
 
 
 def queries(
-    x: Tensor, w: Tensor, out: Tensor, out_rope: Tensor, sin: Tensor, cos: Tensor,
-    interleaved: bool, index: Index | None = None,
-) -> None:  # fmt: skip
+    x: Tensor,
+    w: Tensor,
+    out: Tensor,
+    out_rope: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    interleaved: bool,
+    index: Index | None = None,
+) -> None:
     """Of x [M, heads, K + Dr] the products out [M, heads, R] with w [heads, K, R], and the
     rotations out_rope [M, heads, Dr]."""
     rows, heads, _ = x.shape
@@ -80,11 +150,20 @@ def queries(
     given |= dict(index=None, INDEX_INTERLEAVED=False)
     if index is not None:
         given = dict(
-            index=index.query, index_heads=index.query.shape[1], index_row=index.query.stride(0),
-            index_head=index.query.stride(1), INDEX_INTERLEAVED=index.interleaved,
-        )  # fmt: skip
+            index=index.query,
+            index_heads=index.query.shape[1],
+            index_row=index.query.stride(0),
+            index_head=index.query.stride(1),
+            INDEX_INTERLEAVED=index.interleaved,
+        )
     absorb[(min(works, cores.cube()),)](
-        **product.of_heads(plain, w, out, config), sin=sin, cos=cos, out_rope=out_rope, **given,
-        ROTARY=sin.shape[-1], INTERLEAVED=interleaved,
-        WHOLE=all(each % config.tiles["HEAD_TILE"] == 0 for each in turned), **config.keywords,
-    )  # fmt: skip
+        **product.of_heads(plain, w, out, config),
+        sin=sin,
+        cos=cos,
+        out_rope=out_rope,
+        **given,
+        ROTARY=sin.shape[-1],
+        INTERLEAVED=interleaved,
+        WHOLE=all(each % config.tiles["HEAD_TILE"] == 0 for each in turned),
+        **config.keywords,
+    )

@@ -93,13 +93,24 @@ def _of_16_bits(
             weight_format,
         )
         of_latent = rows.Latent(
-            rmsnorm_gamma_cq, rmsnorm_gamma_ckv, kv_cache, kr_cache, query_norm,
-            rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv, rope_interleaved,
-        )  # fmt: skip
+            rmsnorm_gamma_cq,
+            rmsnorm_gamma_ckv,
+            kv_cache,
+            kr_cache,
+            query_norm,
+            rmsnorm_epsilon_cq,
+            rmsnorm_epsilon_ckv,
+            rope_interleaved,
+        )
         rows.norms(sums, rope_sin, rope_cos, cache_index, of_latent, None)
         product.weights(query_norm, [(weight_uq_qr, both.flatten(1))], weight_format)
         absorption.queries(
-            both, weight_uk, query.flatten(0, 1), query_rope.flatten(0, 1), rope_sin, rope_cos,
+            both,
+            weight_uk,
+            query.flatten(0, 1),
+            query_rope.flatten(0, 1),
+            rope_sin,
+            rope_cos,
             rope_interleaved,
-        )  # fmt: skip
+        )
     return query, query_rope, query_norm.view(batch, length, rank)

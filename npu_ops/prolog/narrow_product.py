@@ -48,8 +48,19 @@ class Sums:
 
 
 @triton.jit
-def _step(x_tile, w, panel, panels, depth, k, at, acc, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
-          DEPTH: tl.constexpr):  # fmt: skip
+def _step(
+    x_tile,
+    w,
+    panel,
+    panels,
+    depth,
+    k,
+    at,
+    acc,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     if not WHOLE_N:  # a panel past the last one is the last one
         panel = tl.minimum(panel, panels - 1)
     start = w + panel.to(tl.int64) * depth * 32 + at
@@ -70,8 +81,9 @@ def _put(to, m, panel, panels, acc, WHOLE_N: tl.constexpr):
 
 
 @triton.jit
-def _row_tile(x, row, m, depth, k, WHOLE_M: tl.constexpr, WHOLE_K: tl.constexpr,
-              DEPTH: tl.constexpr):  # fmt: skip
+def _row_tile(
+    x, row, m, depth, k, WHOLE_M: tl.constexpr, WHOLE_K: tl.constexpr, DEPTH: tl.constexpr
+):
     d = tl.arange(0, DEPTH)
     at = x + row * depth + (k + d)[None]
     if WHOLE_M and WHOLE_K:
@@ -85,10 +97,23 @@ def _row_tile(x, row, m, depth, k, WHOLE_M: tl.constexpr, WHOLE_K: tl.constexpr,
 
 @triton.jit
 def _tiles(
-    x, w, out, columns, first, rows, depth, parts, out_row, out_part,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
-    ROWS: tl.constexpr, PANELS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    out,
+    columns,
+    first,
+    rows,
+    depth,
+    parts,
+    out_row,
+    out_part,
+    WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PANELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """One weight's tiles, of which core `first` takes the first one; where its next weight
     begins."""
     panels = columns // 32
@@ -129,32 +154,101 @@ def _tiles(
     ]
 )  # fmt: skip
 def nz_sums(
-    x, w0, w1, w2, out, columns0, columns1, columns2, rows, depth, parts, out_row, out_part,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
-    ROWS: tl.constexpr, PANELS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    w0,
+    w1,
+    w2,
+    out,
+    columns0,
+    columns1,
+    columns2,
+    rows,
+    depth,
+    parts,
+    out_row,
+    out_part,
+    WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PANELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     first = _tiles(
-        x, w0, out, columns0, 0, rows, depth, parts, out_row, out_part,
-        WHOLE_M, WHOLE_N, WHOLE_K, ROWS, PANELS, DEPTH,
-    )  # fmt: skip
+        x,
+        w0,
+        out,
+        columns0,
+        0,
+        rows,
+        depth,
+        parts,
+        out_row,
+        out_part,
+        WHOLE_M,
+        WHOLE_N,
+        WHOLE_K,
+        ROWS,
+        PANELS,
+        DEPTH,
+    )
     if w1 is not None:
         first = _tiles(
-            x, w1, out + columns0, columns1, first, rows, depth, parts, out_row, out_part,
-            WHOLE_M, WHOLE_N, WHOLE_K, ROWS, PANELS, DEPTH,
-        )  # fmt: skip
+            x,
+            w1,
+            out + columns0,
+            columns1,
+            first,
+            rows,
+            depth,
+            parts,
+            out_row,
+            out_part,
+            WHOLE_M,
+            WHOLE_N,
+            WHOLE_K,
+            ROWS,
+            PANELS,
+            DEPTH,
+        )
     if w2 is not None:
         _tiles(
-            x, w2, out + columns0 + columns1, columns2, first, rows, depth, parts, out_row,
-            out_part, WHOLE_M, WHOLE_N, WHOLE_K, ROWS, PANELS, DEPTH,
-        )  # fmt: skip
+            x,
+            w2,
+            out + columns0 + columns1,
+            columns2,
+            first,
+            rows,
+            depth,
+            parts,
+            out_row,
+            out_part,
+            WHOLE_M,
+            WHOLE_N,
+            WHOLE_K,
+            ROWS,
+            PANELS,
+            DEPTH,
+        )
 
 
 @entry.jit(do_not_specialize=["rows", "columns", "depth", "out_row"])
 def nd_sums(
-    x, w, out, rows, columns, depth, out_row,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr, TURNED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    out,
+    rows,
+    columns,
+    depth,
+    out_row,
+    WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    TURNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """TURNED: the weight is [columns, depth]."""
     across = (columns + COLUMNS - 1) // COLUMNS
     d = tl.arange(0, DEPTH)
@@ -212,11 +306,21 @@ def _by_panels(
     works = out.shape[0] * _tile_count(rows, sizes, config)
     absent = _MOST - len(weights)
     nz_sums[(min(works, cores.cube()),)](
-        x, *weights, *absent * [None], out, *sizes, *absent * [0], rows, depth, out.shape[0],
-        out.stride(1), out.stride(0), **product.whole_tiles(config, rows, depth),
+        x,
+        *weights,
+        *absent * [None],
+        out,
+        *sizes,
+        *absent * [0],
+        rows,
+        depth,
+        out.shape[0],
+        out.stride(1),
+        out.stride(0),
+        **product.whole_tiles(config, rows, depth),
         WHOLE_N=all(size % (32 * config.tiles["PANELS"]) == 0 for size in sizes),
         **config.keywords,
-    )  # fmt: skip
+    )
 
 
 def _by_rows(x: Tensor, w: Tensor, out: Tensor, linear: bool) -> None:
@@ -224,10 +328,18 @@ def _by_rows(x: Tensor, w: Tensor, out: Tensor, linear: bool) -> None:
     config = product.by_height("narrow_product.nd_sums", rows)
     tiles = -(-rows // config.tiles["ROWS"]) * -(-columns // config.tiles["COLUMNS"])
     nd_sums[(min(tiles, cores.cube()),)](
-        x, w, out, rows, columns, depth, out.stride(0), **product.whole_tiles(config, rows, depth),
-        WHOLE_N=columns % config.tiles["COLUMNS"] == 0, TURNED=linear,
+        x,
+        w,
+        out,
+        rows,
+        columns,
+        depth,
+        out.stride(0),
+        **product.whole_tiles(config, rows, depth),
+        WHOLE_N=columns % config.tiles["COLUMNS"] == 0,
+        TURNED=linear,
         **config.keywords,
-    )  # fmt: skip
+    )
 
 
 def _cut(x: Tensor, sizes: Sequence[int], most: int) -> tuple[tune.Config, int]:

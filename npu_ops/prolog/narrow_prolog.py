@@ -45,9 +45,11 @@ def not_multiplied(x: Tensor, gamma: Tensor) -> str | None:
 
 
 def _products(
-    x: Tensor, x_scale: Tensor | None, weights: Sequence[tuple[Tensor, int, Tensor | None]],
+    x: Tensor,
+    x_scale: Tensor | None,
+    weights: Sequence[tuple[Tensor, int, Tensor | None]],
     weight_format: str,
-) -> list[Sums]:  # fmt: skip
+) -> list[Sums]:
     """x [M, K] by weights of so many columns, which all have scales, or none."""
     scaled = [(w, scale) for w, _, scale in weights if scale is not None]
     if not scaled:
@@ -105,19 +107,27 @@ def mla(
         c = Rows(memory.empty((tokens, rank), torch.int8, device), scale)
     if tokens:
         down, key = _products(
-            token_x.view(tokens, hidden), dequant_scale_x,
+            token_x.view(tokens, hidden),
+            dequant_scale_x,
             [
                 (weight_dq, rank, dequant_scale_w_dq),
                 (weight_dkv_kr, latent + rotary, dequant_scale_w_dkv_kr),
             ],
             weight_format,
-        )  # fmt: skip
+        )
         rotation = Rotation(rope_sin, rope_cos, rope_interleaved)
         of = narrow_rows.Latent(
-            rmsnorm_gamma_cq, rmsnorm_gamma_ckv, rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv,
-            quantised.typed(kv_cache, kv_cache_dtype), kr_cache, cache_index,
-            row_layout if kv_cache_quant_mode else None, k_nope_clip_alpha, smooth_scales_cq,
-        )  # fmt: skip
+            rmsnorm_gamma_cq,
+            rmsnorm_gamma_ckv,
+            rmsnorm_epsilon_cq,
+            rmsnorm_epsilon_ckv,
+            quantised.typed(kv_cache, kv_cache_dtype),
+            kr_cache,
+            cache_index,
+            row_layout if kv_cache_quant_mode else None,
+            k_nope_clip_alpha,
+            smooth_scales_cq,
+        )
         narrow_rows.of_latents(down, key, of, rotation, query_norm, c)
         if dequant_scale_w_uq_qr is not None:
             to_absorb = new(tokens, heads, plain)
@@ -228,10 +238,17 @@ def both(a: layer.Whole, index_heads: int) -> tuple[Tensor, Tensor, Tensor, Tens
         ]
         down, latents, key = narrow_product.sums(Rows(*quantise.of_rows(x)), first, a.weight_format)
         of = narrow_rows.Latent(
-            a.gamma_cq, a.gamma_ckv, a.rms_norm_eps, a.rms_norm_eps,
-            a.rows() if a.in_rows else a.kv_cache, a.kr_cache, a.cache_index,
-            a.row_layout if a.in_rows else None, a.k_nope_clip_alpha, a.smooth_scales_cq,
-        )  # fmt: skip
+            a.gamma_cq,
+            a.gamma_ckv,
+            a.rms_norm_eps,
+            a.rms_norm_eps,
+            a.rows() if a.in_rows else a.kv_cache,
+            a.kr_cache,
+            a.cache_index,
+            a.row_layout if a.in_rows else None,
+            a.k_nope_clip_alpha,
+            a.smooth_scales_cq,
+        )
         narrow_rows.of_latents(down, latents, of, rotation, query_norm, c)
         index = narrow_rows.Index(
             a.in_gamma_k, a.in_beta_k, a.layer_norm_eps, keys, scales, a.cache_index

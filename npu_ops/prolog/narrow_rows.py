@@ -54,9 +54,21 @@ def _numbers_pair(x, parts, part, by_row, by_column, SIZE: tl.constexpr, INTERLE
 
 @triton.jit
 def _query_norms(
-    x, gamma, smooth, out, c, c_scale, by_rows, by_column, rows, x_row, parts, part, epsilon,
+    x,
+    gamma,
+    smooth,
+    out,
+    c,
+    c_scale,
+    by_rows,
+    by_column,
+    rows,
+    x_row,
+    parts,
+    part,
+    epsilon,
     RANK: tl.constexpr,
-):  # fmt: skip
+):
     d = tl.arange(0, RANK)
     dtype = out.dtype.element_ty
     g = tl.load(gamma + d).to(tl.float32)
@@ -81,11 +93,36 @@ def _query_norms(
 
 @triton.jit
 def _latent_rows(
-    x, gamma, sin, cos, index, alpha, latents, rotary, scales, by_rows, by_column,
-    rows, x_row, parts, part, page, slots, latent_page, rotary_page, scale_page, epsilon,
-    LATENT: tl.constexpr, ROTARY: tl.constexpr, LATENT_ROW: tl.constexpr, ROTARY_ROW: tl.constexpr,
-    SCALE_ROW: tl.constexpr, TILES: tl.constexpr, INTERLEAVED: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+    x,
+    gamma,
+    sin,
+    cos,
+    index,
+    alpha,
+    latents,
+    rotary,
+    scales,
+    by_rows,
+    by_column,
+    rows,
+    x_row,
+    parts,
+    part,
+    page,
+    slots,
+    latent_page,
+    rotary_page,
+    scale_page,
+    epsilon,
+    LATENT: tl.constexpr,
+    ROTARY: tl.constexpr,
+    LATENT_ROW: tl.constexpr,
+    ROTARY_ROW: tl.constexpr,
+    SCALE_ROW: tl.constexpr,
+    TILES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """x [rows, LATENT + ROTARY]: the norm of the first, the rotation of the second, each to its
     token's slot."""
     d = tl.arange(0, LATENT)
@@ -140,26 +177,95 @@ def _latent_rows(
     ]
 )  # fmt: skip
 def latents(
-    x, y, by_rows, rows, x_row, parts, part,
-    by_rank, gamma_cq, smooth, query_norm, c, c_scale, epsilon_cq,
-    by_latent, gamma_ckv, sin, cos, index, alpha, latent_cache, rotary_cache, scale_cache,
-    page, slots, latent_page, rotary_page, scale_page, epsilon_ckv,
-    RANK: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr, LATENT_ROW: tl.constexpr,
-    ROTARY_ROW: tl.constexpr, SCALE_ROW: tl.constexpr, TILES: tl.constexpr,
-    INTERLEAVED: tl.constexpr, MOST: tl.constexpr, multibuffer: tl.constexpr = True,
-):  # fmt: skip
+    x,
+    y,
+    by_rows,
+    rows,
+    x_row,
+    parts,
+    part,
+    by_rank,
+    gamma_cq,
+    smooth,
+    query_norm,
+    c,
+    c_scale,
+    epsilon_cq,
+    by_latent,
+    gamma_ckv,
+    sin,
+    cos,
+    index,
+    alpha,
+    latent_cache,
+    rotary_cache,
+    scale_cache,
+    page,
+    slots,
+    latent_page,
+    rotary_page,
+    scale_page,
+    epsilon_ckv,
+    RANK: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROTARY: tl.constexpr,
+    LATENT_ROW: tl.constexpr,
+    ROTARY_ROW: tl.constexpr,
+    SCALE_ROW: tl.constexpr,
+    TILES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    MOST: tl.constexpr,
+    multibuffer: tl.constexpr = True,
+):
     """x [parts, rows, RANK] and y [.., LATENT + ROTARY], whose strides are those of x, RANK at
     most MOST; pages are so far apart in numbers of each part's own dtype, and rows in them."""
     _query_norms(
-        x, gamma_cq, smooth, query_norm, c, c_scale, by_rows, by_rank, rows, x_row, parts, part,
-        epsilon_cq, RANK,
-    )  # fmt: skip
+        x,
+        gamma_cq,
+        smooth,
+        query_norm,
+        c,
+        c_scale,
+        by_rows,
+        by_rank,
+        rows,
+        x_row,
+        parts,
+        part,
+        epsilon_cq,
+        RANK,
+    )
     _latent_rows(
-        y, gamma_ckv, sin, cos, index, alpha, latent_cache, rotary_cache, scale_cache,
-        by_rows, by_latent, rows, x_row, parts, part, page, slots, latent_page, rotary_page,
-        scale_page, epsilon_ckv, LATENT, ROTARY, LATENT_ROW, ROTARY_ROW, SCALE_ROW, TILES,
-        INTERLEAVED, query_norm.dtype.element_ty,
-    )  # fmt: skip
+        y,
+        gamma_ckv,
+        sin,
+        cos,
+        index,
+        alpha,
+        latent_cache,
+        rotary_cache,
+        scale_cache,
+        by_rows,
+        by_latent,
+        rows,
+        x_row,
+        parts,
+        part,
+        page,
+        slots,
+        latent_page,
+        rotary_page,
+        scale_page,
+        epsilon_ckv,
+        LATENT,
+        ROTARY,
+        LATENT_ROW,
+        ROTARY_ROW,
+        SCALE_ROW,
+        TILES,
+        INTERLEAVED,
+        query_norm.dtype.element_ty,
+    )
 
 
 @entry.jit(
@@ -169,10 +275,35 @@ def latents(
     ]
 )  # fmt: skip
 def index_keys(
-    x, y, by_rows, by_column, gamma, beta, sin, cos, index, keys, scales, weights,
-    rows, x_row, parts, part, y_row, y_parts, y_part, page, slots, key_page, scale_page, epsilon,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    by_rows,
+    by_column,
+    gamma,
+    beta,
+    sin,
+    cos,
+    index,
+    keys,
+    scales,
+    weights,
+    rows,
+    x_row,
+    parts,
+    part,
+    y_row,
+    y_parts,
+    y_part,
+    page,
+    slots,
+    key_page,
+    scale_page,
+    epsilon,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     """x [parts, rows, SIZE]: LayerNorm, rounded, the first ROTARY dims turned, to the token's slot;
     y [y_parts, rows, HEADS] are the head weights.  The dims are taken in three parts: both of the
     pairs, and those that do not turn."""
@@ -266,9 +397,19 @@ def _head_tile(x, by_row, by_column, at, there, dtype: tl.constexpr, WHOLE: tl.c
 
 @triton.jit
 def _turned_tile(
-    x, by_row, by_column, at, there, sin, cos, dtype: tl.constexpr, HEAD_TILE: tl.constexpr,
-    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    x,
+    by_row,
+    by_column,
+    at,
+    there,
+    sin,
+    cos,
+    dtype: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     """Of HEAD_TILE heads the ROTARY dims that begin at `at`, turned, in halves."""
     if INTERLEAVED:
         d = tl.arange(0, ROTARY)[None]
@@ -288,10 +429,22 @@ def _turned_tile(
 
 @entry.jit(do_not_specialize=["rows", "heads", "x_row"])
 def query_heads(
-    x, by_rows, by_column, sin, cos, plain, turned, rows, heads, x_row,
-    PLAIN: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
+    x,
+    by_rows,
+    by_column,
+    sin,
+    cos,
+    plain,
+    turned,
+    rows,
+    heads,
+    x_row,
+    PLAIN: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WHOLE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
-):  # fmt: skip
+):
     """x [rows, heads, PLAIN + ROTARY] int32: what the first stand for, and the others, turned."""
     HEAD: tl.constexpr = PLAIN + ROTARY
     d = tl.arange(0, PLAIN)[None]
@@ -306,9 +459,19 @@ def query_heads(
         by_row = tl.load(by_rows + row)
         of_plain = _head_tile(of_row, by_row, by_column, head * HEAD + d, there, dtype, WHOLE)
         first, second = _turned_tile(
-            of_row, by_row, by_column, head * HEAD + PLAIN, there, sin + row * ROTARY,
-            cos + row * ROTARY, dtype, HEAD_TILE, ROTARY, INTERLEAVED, WHOLE,
-        )  # fmt: skip
+            of_row,
+            by_row,
+            by_column,
+            head * HEAD + PLAIN,
+            there,
+            sin + row * ROTARY,
+            cos + row * ROTARY,
+            dtype,
+            HEAD_TILE,
+            ROTARY,
+            INTERLEAVED,
+            WHOLE,
+        )
         to = plain + row * heads * PLAIN + head * PLAIN + d
         to_turned = turned + row * heads * ROTARY + head * ROTARY + h
         if WHOLE:
@@ -323,10 +486,23 @@ def query_heads(
 
 @entry.jit(do_not_specialize=["rows", "heads", "x_row"])
 def index_heads(
-    x, by_rows, by_column, sin, cos, weights, out, folded, rows, heads, x_row,
-    SIZE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
+    x,
+    by_rows,
+    by_column,
+    sin,
+    cos,
+    weights,
+    out,
+    folded,
+    rows,
+    heads,
+    x_row,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WHOLE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
-):  # fmt: skip
+):
     """x [rows, heads, SIZE], int32 or rounded already: the first ROTARY dims turned; where scales
     go into the weights, of int8."""
     REST: tl.constexpr = SIZE - ROTARY
@@ -343,9 +519,19 @@ def index_heads(
         if by_column is not None:
             by_row = tl.load(by_rows + row)
         first, second = _turned_tile(
-            of_row, by_row, by_column, head * SIZE, there, sin + row * ROTARY, cos + row * ROTARY,
-            dtype, HEAD_TILE, ROTARY, INTERLEAVED, WHOLE,
-        )  # fmt: skip
+            of_row,
+            by_row,
+            by_column,
+            head * SIZE,
+            there,
+            sin + row * ROTARY,
+            cos + row * ROTARY,
+            dtype,
+            HEAD_TILE,
+            ROTARY,
+            INTERLEAVED,
+            WHOLE,
+        )
         if REST > 0:
             r = tl.arange(0, REST)[None]
             at = head * SIZE + ROTARY + r
@@ -417,16 +603,45 @@ def of_latents(
     pages, page = of.kv_cache.shape[:2]
     config = tune.at_least("narrow_rows.latents", "MOST", rank, latent, rotary)
     latents[(min(2 * rows, cores.vector()),)](
-        x.parts, y.parts, x.by_row, rows, x.parts.stride(1), parts, x.parts.stride(0),
-        x.by_column, of.gamma_cq, of.smooth, query_norm, c.values if narrow else None, c.scale,
-        of.epsilon_cq, y.by_column, of.gamma_ckv, rotation.sin, rotation.cos,
-        ragged.int32(of.index), of.alpha, in_latents, in_rotary, scales, page, pages * page,
-        in_latents.stride(0), in_rotary.stride(0), 0 if scales is None else scales.stride(0),
-        of.epsilon_ckv, RANK=rank, LATENT=latent, ROTARY=rotary, LATENT_ROW=in_latents.stride(1),
-        ROTARY_ROW=in_rotary.stride(1), SCALE_ROW=0 if scales is None else scales.stride(1),
-        TILES=1 if scales is None else scales.shape[-1], INTERLEAVED=rotation.interleaved,
+        x.parts,
+        y.parts,
+        x.by_row,
+        rows,
+        x.parts.stride(1),
+        parts,
+        x.parts.stride(0),
+        x.by_column,
+        of.gamma_cq,
+        of.smooth,
+        query_norm,
+        c.values if narrow else None,
+        c.scale,
+        of.epsilon_cq,
+        y.by_column,
+        of.gamma_ckv,
+        rotation.sin,
+        rotation.cos,
+        ragged.int32(of.index),
+        of.alpha,
+        in_latents,
+        in_rotary,
+        scales,
+        page,
+        pages * page,
+        in_latents.stride(0),
+        in_rotary.stride(0),
+        0 if scales is None else scales.stride(0),
+        of.epsilon_ckv,
+        RANK=rank,
+        LATENT=latent,
+        ROTARY=rotary,
+        LATENT_ROW=in_latents.stride(1),
+        ROTARY_ROW=in_rotary.stride(1),
+        SCALE_ROW=0 if scales is None else scales.stride(1),
+        TILES=1 if scales is None else scales.shape[-1],
+        INTERLEAVED=rotation.interleaved,
         **config.keywords,
-    )  # fmt: skip
+    )
 
 
 def widest() -> int:
@@ -452,15 +667,36 @@ def of_index_keys(x: Sums, y: Sums, of: Index, rotation: Rotation, weights: Tens
     parts, rows, _ = x.parts.shape
     pages, page = of.keys.shape[:2]
     index_keys[(min(rows, cores.vector()),)](
-        x.parts, y.parts, x.by_row, x.by_column, of.gamma, of.beta, rotation.sin, rotation.cos,
-        ragged.int32(of.index), of.keys, of.scales, weights,
-        rows, x.parts.stride(1), parts, x.parts.stride(0), y.parts.stride(1),
-        y.parts.shape[0], y.parts.stride(0), page, pages * page, of.keys.stride(0),
-        0 if of.scales is None else of.scales.stride(0), of.epsilon,
-        HEADS=weights.shape[1], SIZE=of.gamma.shape[0],
-        ROTARY=rotation.sin.shape[-1], INTERLEAVED=rotation.interleaved,
+        x.parts,
+        y.parts,
+        x.by_row,
+        x.by_column,
+        of.gamma,
+        of.beta,
+        rotation.sin,
+        rotation.cos,
+        ragged.int32(of.index),
+        of.keys,
+        of.scales,
+        weights,
+        rows,
+        x.parts.stride(1),
+        parts,
+        x.parts.stride(0),
+        y.parts.stride(1),
+        y.parts.shape[0],
+        y.parts.stride(0),
+        page,
+        pages * page,
+        of.keys.stride(0),
+        0 if of.scales is None else of.scales.stride(0),
+        of.epsilon,
+        HEADS=weights.shape[1],
+        SIZE=of.gamma.shape[0],
+        ROTARY=rotation.sin.shape[-1],
+        INTERLEAVED=rotation.interleaved,
         **tune.only("narrow_rows.index_keys").keywords,
-    )  # fmt: skip
+    )
 
 
 def of_query_heads(x: Sums, rotation: Rotation, plain: Tensor, turned: Tensor) -> None:
@@ -470,11 +706,22 @@ def of_query_heads(x: Sums, rotation: Rotation, plain: Tensor, turned: Tensor) -
     config = tune.at_least("narrow_rows.query_heads", "HEAD_TILE", heads, size, rotary)
     tile = config.tiles["HEAD_TILE"]
     query_heads[(min(rows * -(-heads // tile), cores.vector()),)](
-        x.parts, x.by_row, x.by_column, rotation.sin, rotation.cos, plain, turned, rows, heads,
+        x.parts,
+        x.by_row,
+        x.by_column,
+        rotation.sin,
+        rotation.cos,
+        plain,
+        turned,
+        rows,
+        heads,
         x.parts.stride(1),
-        PLAIN=size, ROTARY=rotary, INTERLEAVED=rotation.interleaved, WHOLE=heads % tile == 0,
+        PLAIN=size,
+        ROTARY=rotary,
+        INTERLEAVED=rotation.interleaved,
+        WHOLE=heads % tile == 0,
         **config.keywords,
-    )  # fmt: skip
+    )
 
 
 def of_index_heads(
@@ -487,8 +734,20 @@ def of_index_heads(
     config = tune.at_least("narrow_rows.index_heads", "HEAD_TILE", heads, size, rotary)
     tile = config.tiles["HEAD_TILE"]
     index_heads[(min(rows * -(-heads // tile), cores.vector()),)](
-        x.parts, x.by_row, x.by_column, rotation.sin, rotation.cos, weights, out, folded, rows,
-        heads, x.parts.stride(1),
-        SIZE=size, ROTARY=rotary, INTERLEAVED=rotation.interleaved, WHOLE=heads % tile == 0,
+        x.parts,
+        x.by_row,
+        x.by_column,
+        rotation.sin,
+        rotation.cos,
+        weights,
+        out,
+        folded,
+        rows,
+        heads,
+        x.parts.stride(1),
+        SIZE=size,
+        ROTARY=rotary,
+        INTERLEAVED=rotation.interleaved,
+        WHOLE=heads % tile == 0,
         **config.keywords,
-    )  # fmt: skip
+    )

@@ -43,8 +43,19 @@ def _panel(w, panel, panels, depth, at, WHOLE_N: tl.constexpr):
 
 
 @triton.jit
-def _step(x_tile, w, panel, panels, depth, k, at, acc, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
-          DEPTH: tl.constexpr):  # fmt: skip
+def _step(
+    x_tile,
+    w,
+    panel,
+    panels,
+    depth,
+    k,
+    at,
+    acc,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     start = _panel(w, panel, panels, depth, at, WHOLE_N)
     if WHOLE_K:
         w_tile = tl.load(start)
@@ -65,10 +76,23 @@ def _put(out, row, m, panel, panels, columns, acc, WHOLE_N: tl.constexpr):
 
 @triton.jit
 def _tiles(
-    x, w, out, columns, out_row, first, rows, depth, parts, out_part,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
-    ROWS: tl.constexpr, PANELS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    out,
+    columns,
+    out_row,
+    first,
+    rows,
+    depth,
+    parts,
+    out_part,
+    WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PANELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """The tiles of one weight, of which core `first` takes the first; the core where they end."""
     panels = columns // 16
     across = (panels + PANELS - 1) // PANELS
@@ -139,38 +163,131 @@ def _tiles(
     ]
 )  # fmt: skip
 def nz_products(
-    x, w0, out0, columns0, row0, w1, out1, columns1, row1, w2, out2, columns2, row2,
-    w3, out3, columns3, row3, rows, depth, parts, out_part,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
-    ROWS: tl.constexpr, PANELS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    w0,
+    out0,
+    columns0,
+    row0,
+    w1,
+    out1,
+    columns1,
+    row1,
+    w2,
+    out2,
+    columns2,
+    row2,
+    w3,
+    out3,
+    columns3,
+    row3,
+    rows,
+    depth,
+    parts,
+    out_part,
+    WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PANELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     first = _tiles(
-        x, w0, out0, columns0, row0, 0, rows, depth, parts, out_part,
-        WHOLE_M, WHOLE_N, WHOLE_K, ROWS, PANELS, DEPTH,
-    )  # fmt: skip
+        x,
+        w0,
+        out0,
+        columns0,
+        row0,
+        0,
+        rows,
+        depth,
+        parts,
+        out_part,
+        WHOLE_M,
+        WHOLE_N,
+        WHOLE_K,
+        ROWS,
+        PANELS,
+        DEPTH,
+    )
     if w1 is not None:
         first = _tiles(
-            x, w1, out1, columns1, row1, first, rows, depth, parts, out_part,
-            WHOLE_M, WHOLE_N, WHOLE_K, ROWS, PANELS, DEPTH,
-        )  # fmt: skip
+            x,
+            w1,
+            out1,
+            columns1,
+            row1,
+            first,
+            rows,
+            depth,
+            parts,
+            out_part,
+            WHOLE_M,
+            WHOLE_N,
+            WHOLE_K,
+            ROWS,
+            PANELS,
+            DEPTH,
+        )
     if w2 is not None:
         first = _tiles(
-            x, w2, out2, columns2, row2, first, rows, depth, parts, out_part,
-            WHOLE_M, WHOLE_N, WHOLE_K, ROWS, PANELS, DEPTH,
-        )  # fmt: skip
+            x,
+            w2,
+            out2,
+            columns2,
+            row2,
+            first,
+            rows,
+            depth,
+            parts,
+            out_part,
+            WHOLE_M,
+            WHOLE_N,
+            WHOLE_K,
+            ROWS,
+            PANELS,
+            DEPTH,
+        )
     if w3 is not None:
         _tiles(
-            x, w3, out3, columns3, row3, first, rows, depth, parts, out_part,
-            WHOLE_M, WHOLE_N, WHOLE_K, ROWS, PANELS, DEPTH,
-        )  # fmt: skip
+            x,
+            w3,
+            out3,
+            columns3,
+            row3,
+            first,
+            rows,
+            depth,
+            parts,
+            out_part,
+            WHOLE_M,
+            WHOLE_N,
+            WHOLE_K,
+            ROWS,
+            PANELS,
+            DEPTH,
+        )
 
 
 @triton.jit
 def head_tiles(
-    x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr, LINEAR: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    out,
+    rows,
+    heads,
+    columns,
+    depth,
+    x_row,
+    x_head,
+    out_row,
+    WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    LINEAR: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """LINEAR: a weight is [columns, depth]."""
     across = (columns + COLUMNS - 1) // COLUMNS
     tiles = (rows + ROWS - 1) // ROWS * across
@@ -212,14 +329,43 @@ def head_tiles(
 
 @entry.jit(do_not_specialize=["rows", "heads", "columns", "depth", "x_row", "x_head", "out_row"])
 def nd_product(
-    x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr, LINEAR: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    out,
+    rows,
+    heads,
+    columns,
+    depth,
+    x_row,
+    x_head,
+    out_row,
+    WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    LINEAR: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     head_tiles(
-        x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
-        WHOLE_M, WHOLE_N, WHOLE_K, LINEAR, ROWS, COLUMNS, DEPTH,
-    )  # fmt: skip
+        x,
+        w,
+        out,
+        rows,
+        heads,
+        columns,
+        depth,
+        x_row,
+        x_head,
+        out_row,
+        WHOLE_M,
+        WHOLE_N,
+        WHOLE_K,
+        LINEAR,
+        ROWS,
+        COLUMNS,
+        DEPTH,
+    )
 
 
 def weights(x: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], weight_format: str) -> None:
@@ -260,10 +406,16 @@ def _launch(
         given |= {f"w{i}": w, f"out{i}": out, f"columns{i}": columns, f"row{i}": row}
     works = parts * _tile_count(rows, [out.shape[1] for _, out in pairs], config)
     nz_products[(min(works, cores.cube()),)](
-        x, **given, rows=rows, depth=depth, parts=parts, out_part=out_part,
+        x,
+        **given,
+        rows=rows,
+        depth=depth,
+        parts=parts,
+        out_part=out_part,
         WHOLE_N=all(out.shape[1] % wide == 0 for _, out in pairs),
-        **whole_tiles(config, rows, depth), **config.keywords,
-    )  # fmt: skip
+        **whole_tiles(config, rows, depth),
+        **config.keywords,
+    )
 
 
 def heads(x: Tensor, w: Tensor, out: Tensor, linear: bool = False) -> None:

@@ -78,8 +78,9 @@ def _angles(sin, cos, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _query_norms(x, gamma, out, first, rows, x_row, parts, part, size, epsilon,
-                 WIDTH: tl.constexpr):  # fmt: skip
+def _query_norms(
+    x, gamma, out, first, rows, x_row, parts, part, size, epsilon, WIDTH: tl.constexpr
+):
     d = tl.arange(0, WIDTH)
     dtype = out.dtype.element_ty
     g = tl.load(gamma + d, mask=d < size, other=0.0).to(tl.float32)
@@ -93,9 +94,24 @@ def _query_norms(x, gamma, out, first, rows, x_row, parts, part, size, epsilon,
 
 @triton.jit
 def _latent_rows(
-    x, gamma, sin, cos, index, latent_cache, rotary_cache, first, rows, x_row, parts, part, slots,
-    epsilon, LATENT: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+    x,
+    gamma,
+    sin,
+    cos,
+    index,
+    latent_cache,
+    rotary_cache,
+    first,
+    rows,
+    x_row,
+    parts,
+    part,
+    slots,
+    epsilon,
+    LATENT: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     """x [rows, LATENT + ROTARY]: the norm of the first, the rotation of the second, each to its
     token's slot."""
     d = tl.arange(0, LATENT)
@@ -124,10 +140,26 @@ def _latent_rows(
 
 @triton.jit
 def _index_rows(
-    x, gamma, beta, sin, cos, index, cache, weights, first, rows, x_row, parts, part, slots,
-    epsilon, HEADS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
+    x,
+    gamma,
+    beta,
+    sin,
+    cos,
+    index,
+    cache,
+    weights,
+    first,
+    rows,
+    x_row,
+    parts,
+    part,
+    slots,
+    epsilon,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+):
     """x [rows, SIZE + HEADS]: LayerNorm of the first, rounded, the first ROTARY dims turned, to the
     token's slot; the others are the head weights.  The dims are taken in three parts: both of the
     pairs, and those that do not turn."""
@@ -183,14 +215,37 @@ def _index_rows(
     ]
 )  # fmt: skip
 def finish(
-    x, sin, cos, index, rows, x_row, parts,
-    gamma_cq, query_norm, rank, epsilon_cq,
-    gamma_ckv, latent_cache, rotary_cache, latent_slots, epsilon_ckv,
-    gamma_k, beta_k, index_cache, weights, index_slots, epsilon_k,
-    LATENT: tl.constexpr, INDEX: tl.constexpr, HEADS: tl.constexpr, ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr, INDEX_INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr,
+    x,
+    sin,
+    cos,
+    index,
+    rows,
+    x_row,
+    parts,
+    gamma_cq,
+    query_norm,
+    rank,
+    epsilon_cq,
+    gamma_ckv,
+    latent_cache,
+    rotary_cache,
+    latent_slots,
+    epsilon_ckv,
+    gamma_k,
+    beta_k,
+    index_cache,
+    weights,
+    index_slots,
+    epsilon_k,
+    LATENT: tl.constexpr,
+    INDEX: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INDEX_INTERLEAVED: tl.constexpr,
+    WIDTH: tl.constexpr,
     multibuffer: tl.constexpr = True,
-):  # fmt: skip
+):
     """x [parts, rows, x_row]: rank, LATENT + ROTARY and INDEX + HEADS numbers of a token; the first
     two or the last may be missing.  Each pass begins at the core where the one before it ended."""
     part = rows.to(tl.int64) * x_row
@@ -198,29 +253,82 @@ def finish(
     first = 0
     if gamma_cq is not None:
         _query_norms(
-            x, gamma_cq, query_norm, 0, rows, x_row, parts, part, rank, epsilon_cq,
+            x,
+            gamma_cq,
+            query_norm,
+            0,
+            rows,
+            x_row,
+            parts,
+            part,
+            rank,
+            epsilon_cq,
             WIDTH,
-        )  # fmt: skip
+        )
         first = rows % tl.num_programs(0)
         _latent_rows(
-            x + rank, gamma_ckv, sin, cos, index, latent_cache, rotary_cache, first, rows,
-            x_row, parts, part, latent_slots, epsilon_ckv, LATENT, ROTARY, INTERLEAVED,
-        )  # fmt: skip
+            x + rank,
+            gamma_ckv,
+            sin,
+            cos,
+            index,
+            latent_cache,
+            rotary_cache,
+            first,
+            rows,
+            x_row,
+            parts,
+            part,
+            latent_slots,
+            epsilon_ckv,
+            LATENT,
+            ROTARY,
+            INTERLEAVED,
+        )
         of_index = x + rank + LATENT + ROTARY
         first = 2 * rows % tl.num_programs(0)
     if gamma_k is not None:
         _index_rows(
-            of_index, gamma_k, beta_k, sin, cos, index, index_cache, weights, first,
-            rows, x_row, parts, part, index_slots, epsilon_k, HEADS, INDEX, ROTARY,
+            of_index,
+            gamma_k,
+            beta_k,
+            sin,
+            cos,
+            index,
+            index_cache,
+            weights,
+            first,
+            rows,
+            x_row,
+            parts,
+            part,
+            index_slots,
+            epsilon_k,
+            HEADS,
+            INDEX,
+            ROTARY,
             INDEX_INTERLEAVED,
-        )  # fmt: skip
+        )
 
 
 @triton.jit
 def rotated(
-    x, sin, cos, out, first, rows, heads, x_row, x_head, out_row, out_head,
-    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, HEAD_TILE: tl.constexpr,
-):  # fmt: skip
+    x,
+    sin,
+    cos,
+    out,
+    first,
+    rows,
+    heads,
+    x_row,
+    x_head,
+    out_row,
+    out_head,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+):
     """The rotation of ROTARY dims of every head, of which core `first` begins; the core where they
     end.  `out` may be `x` itself."""
     d = tl.arange(0, ROTARY)
@@ -260,13 +368,35 @@ def rotated(
 
 @entry.jit(do_not_specialize=["rows", "heads", "x_row", "x_head"])
 def rotate_heads(
-    x, sin, cos, rows, heads, x_row, x_head, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-    WHOLE: tl.constexpr, HEAD_TILE: tl.constexpr,
-):  # fmt: skip
+    x,
+    sin,
+    cos,
+    rows,
+    heads,
+    x_row,
+    x_head,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+):
     rotated(
-        x, sin, cos, x, 0, rows, heads, x_row, x_head, x_row, x_head,
-        ROTARY, INTERLEAVED, WHOLE, HEAD_TILE,
-    )  # fmt: skip
+        x,
+        sin,
+        cos,
+        x,
+        0,
+        rows,
+        heads,
+        x_row,
+        x_head,
+        x_row,
+        x_head,
+        ROTARY,
+        INTERLEAVED,
+        WHOLE,
+        HEAD_TILE,
+    )
 
 
 @dataclass
@@ -308,9 +438,18 @@ def norms(
     caches and the next products take of it."""
     _, rows, x_row = x.shape
     given: dict[str, Any] = dict.fromkeys(
-        ("gamma_cq", "query_norm", "gamma_ckv", "latent_cache", "rotary_cache", "gamma_k",
-         "beta_k", "index_cache", "weights")
-    )  # fmt: skip
+        (
+            "gamma_cq",
+            "query_norm",
+            "gamma_ckv",
+            "latent_cache",
+            "rotary_cache",
+            "gamma_k",
+            "beta_k",
+            "index_cache",
+            "weights",
+        )
+    )
     given |= dict.fromkeys(("rank", "latent_slots", "index_slots", "LATENT", "INDEX", "HEADS"), 0)
     given |= dict.fromkeys(("epsilon_cq", "epsilon_ckv", "epsilon_k"), 0.0)
     given |= dict.fromkeys(("INTERLEAVED", "INDEX_INTERLEAVED"), False)
@@ -345,9 +484,17 @@ def norms(
         )
     config = tune.at_least("rows.finish", "WIDTH", width)
     finish[(min(jobs * rows, cores.vector()),)](
-        x, sin, cos, ragged.int32(index), rows=rows, x_row=x_row, parts=x.shape[0],
-        ROTARY=sin.shape[-1], **given, **config.keywords,
-    )  # fmt: skip
+        x,
+        sin,
+        cos,
+        ragged.int32(index),
+        rows=rows,
+        x_row=x_row,
+        parts=x.shape[0],
+        ROTARY=sin.shape[-1],
+        **given,
+        **config.keywords,
+    )
 
 
 def rotate(x: Tensor, sin: Tensor, cos: Tensor, interleaved: bool) -> None:
@@ -356,6 +503,14 @@ def rotate(x: Tensor, sin: Tensor, cos: Tensor, interleaved: bool) -> None:
     config = tune.at_least("rows.rotate_heads", "HEAD_TILE", heads, sin.shape[-1])
     tile = config.tiles["HEAD_TILE"]
     rotate_heads[(min(rows * -(-heads // tile), cores.vector()),)](
-        x, sin, cos, rows, heads, *x.stride()[:2], ROTARY=sin.shape[-1], INTERLEAVED=interleaved,
-        WHOLE=heads % tile == 0, **config.keywords,
-    )  # fmt: skip
+        x,
+        sin,
+        cos,
+        rows,
+        heads,
+        *x.stride()[:2],
+        ROTARY=sin.shape[-1],
+        INTERLEAVED=interleaved,
+        WHOLE=heads % tile == 0,
+        **config.keywords,
+    )

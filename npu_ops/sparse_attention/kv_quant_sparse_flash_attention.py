@@ -30,10 +30,15 @@ def unsupported(
     if key.ndim == 4 and key.shape[0] > 1 and key.stride(0) % max(key.stride(1), 1):
         return f"`key` has pages {key.stride(0)} bytes apart, not a multiple of its row stride"
     return sparse_flash_attention.unsupported(
-        query.narrow(-1, 0, quantised.LATENT), key, value,
-        query.narrow(-1, quantised.LATENT, quantised.ROTARY), None, block_table, sparse_indices,
+        query.narrow(-1, 0, quantised.LATENT),
+        key,
+        value,
+        query.narrow(-1, quantised.LATENT, quantised.ROTARY),
+        None,
+        block_table,
+        sparse_indices,
         sparse_block_size,
-    )  # fmt: skip
+    )
 
 
 def forward(**arguments: Any) -> Tensor:
@@ -60,12 +65,24 @@ def attended(
     """(out, softmax_max, softmax_sum)"""
     parts = quantised.row_parts(key, row_layout, torch.int8, query.dtype)
     plan = ragged.plan(
-        query, key, actual_seq_lengths_query, actual_seq_lengths_kv, block_table,
-        layout_query, layout_kv, sparse_mode,
-    )  # fmt: skip
+        query,
+        key,
+        actual_seq_lengths_query,
+        actual_seq_lengths_kv,
+        block_table,
+        layout_query,
+        layout_kv,
+        sparse_mode,
+    )
     return sparse_flash_attention.attended(
         query.narrow(-1, 0, quantised.LATENT),
-        query.narrow(-1, quantised.LATENT, quantised.ROTARY), *parts, sparse_indices, scale_value,
-        sparse_block_size, sinks, plan,
-        ROTARY=quantised.ROTARY, TILES=quantised.LATENT // quantised.TILE,
-    )  # fmt: skip
+        query.narrow(-1, quantised.LATENT, quantised.ROTARY),
+        *parts,
+        sparse_indices,
+        scale_value,
+        sparse_block_size,
+        sinks,
+        plan,
+        ROTARY=quantised.ROTARY,
+        TILES=quantised.LATENT // quantised.TILE,
+    )

@@ -62,25 +62,44 @@ def prologs(a: layer.Whole) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             a.weight_format,
         )
         rows.norms(
-            sums, a.sin, a.cos, a.cache_index,
+            sums,
+            a.sin,
+            a.cos,
+            a.cache_index,
             rows.Latent(
-                a.gamma_cq, a.gamma_ckv, a.kv_cache, a.kr_cache, query_norm, a.rms_norm_eps,
-                a.rms_norm_eps, a.rope_interleaved,
+                a.gamma_cq,
+                a.gamma_ckv,
+                a.kv_cache,
+                a.kr_cache,
+                query_norm,
+                a.rms_norm_eps,
+                a.rms_norm_eps,
+                a.rope_interleaved,
             ),
             rows.Index(
-                a.in_gamma_k, a.in_beta_k, a.index_k_cache, weights, a.layer_norm_eps,
+                a.in_gamma_k,
+                a.in_beta_k,
+                a.index_k_cache,
+                weights,
+                a.layer_norm_eps,
                 a.index_rope_interleaved,
             ),
-        )  # fmt: skip
+        )
         product.weights(
             query_norm,
             [(a.w_uq_qr, both.flatten(1)), (a.w_idx_qb, query_index.flatten(1))],
             a.weight_format,
         )
         absorption.queries(
-            both, a.w_uk, query.flatten(0, 1), query_rope.flatten(0, 1), a.sin, a.cos,
-            a.rope_interleaved, absorption.Index(query_index, a.index_rope_interleaved),
-        )  # fmt: skip
+            both,
+            a.w_uk,
+            query.flatten(0, 1),
+            query_rope.flatten(0, 1),
+            a.sin,
+            a.cos,
+            a.rope_interleaved,
+            absorption.Index(query_index, a.index_rope_interleaved),
+        )
     shape = (batch, length)
     return (
         query,

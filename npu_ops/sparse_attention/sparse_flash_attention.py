@@ -69,9 +69,18 @@ def positions(selected, j, count, limit, block, BLOCKS: tl.constexpr):
 
 @triton.jit
 def placed(
-    position, exists, of_request, request, start, limit, pages, page, page_rows,
-    KEYS: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+    position,
+    exists,
+    of_request,
+    request,
+    start,
+    limit,
+    pages,
+    page,
+    page_rows,
+    KEYS: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     """The slots of positions; -1 where there is none."""
     if KEYS == PAGED:
         # not `position % page`: a remainder is a scalar loop
@@ -99,17 +108,46 @@ def reached(exists, j):
     ]
 )  # fmt: skip
 def resolve(
-    indices, table, query_lengths, key_lengths, slots, last,
-    rows, count, wide, indices_stride, block, requests, tokens, reach, table_stride, pages, page,
+    indices,
+    table,
+    query_lengths,
+    key_lengths,
+    slots,
+    last,
+    rows,
+    count,
+    wide,
+    indices_stride,
+    block,
+    requests,
+    tokens,
+    reach,
+    table_stride,
+    pages,
+    page,
     page_rows,
-    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr, BLOCKS: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+    Q_TND: tl.constexpr,
+    Q_LENGTHS: tl.constexpr,
+    KEYS: tl.constexpr,
+    K_LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         request, start, limit = visible(
-            row, query_lengths, key_lengths, requests, tokens, reach,
-            Q_TND, Q_LENGTHS, KEYS, K_LENGTHS, CAUSAL,
-        )  # fmt: skip
+            row,
+            query_lengths,
+            key_lengths,
+            requests,
+            tokens,
+            reach,
+            Q_TND,
+            Q_LENGTHS,
+            KEYS,
+            K_LENGTHS,
+            CAUSAL,
+        )
         selected = indices + row.to(tl.int64) * indices_stride
         of_request = table + request.to(tl.int64) * table_stride
         end = 0
@@ -117,9 +155,18 @@ def resolve(
             j = first + tl.arange(0, PIECE)
             position, exists = positions(selected, j, count, limit, block, BLOCKS)
             slot = placed(
-                position, exists, of_request, request, start, limit, pages, page, page_rows,
-                KEYS, PIECE,
-            )  # fmt: skip
+                position,
+                exists,
+                of_request,
+                request,
+                start,
+                limit,
+                pages,
+                page,
+                page_rows,
+                KEYS,
+                PIECE,
+            )
             tl.store(slots + row.to(tl.int64) * wide + j, slot, mask=j < wide)
             end = tl.maximum(end, reached(slot >= 0, j))
         tl.store(last + row, end)
@@ -140,11 +187,23 @@ def put(dense, to, tile, SIZE: tl.constexpr):
 
 @triton.jit
 def lay_out(
-    latent, rotary, scales, slot, top, dense, dense_rope, to, latent_stride, rotary_stride,
+    latent,
+    rotary,
+    scales,
+    slot,
+    top,
+    dense,
+    dense_rope,
+    to,
+    latent_stride,
+    rotary_stride,
     scale_stride,
-    LATENT: tl.constexpr, ROTARY: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROTARY: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
     ORDERED: tl.constexpr,
-):  # fmt: skip
+):
     """The rows of ROWS slots, from the dense row `to` on; zeros where `top`, the highest slot that
     is near, is absent as well."""
     if top >= 0:
@@ -184,14 +243,46 @@ def lay_out(
     ]
 )  # fmt: skip
 def collect(
-    latent, rotary, scales, indices, table, query_lengths, key_lengths, slots, last, dense,
+    latent,
+    rotary,
+    scales,
+    indices,
+    table,
+    query_lengths,
+    key_lengths,
+    slots,
+    last,
+    dense,
     dense_rope,
-    first, rows, count, wide, indices_stride, block, requests, tokens, reach, table_stride, pages,
-    page, page_rows, latent_stride, rotary_stride, scale_stride,
-    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr, BLOCKS: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr,
-    TILES: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+    first,
+    rows,
+    count,
+    wide,
+    indices_stride,
+    block,
+    requests,
+    tokens,
+    reach,
+    table_stride,
+    pages,
+    page,
+    page_rows,
+    latent_stride,
+    rotary_stride,
+    scale_stride,
+    Q_TND: tl.constexpr,
+    Q_LENGTHS: tl.constexpr,
+    KEYS: tl.constexpr,
+    K_LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROTARY: tl.constexpr,
+    TILES: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     """Programs share the dense rows evenly, in pieces of ROWS; each resolves the tokens that it
     has a part of.  `last` comes in whole SPANs: key tiles are read as a whole."""
     pieces = wide // ROWS
@@ -200,9 +291,18 @@ def collect(
     stop = tl.minimum(begin + each, rows * pieces)
     for row in range(begin // pieces, (stop + pieces - 1) // pieces):
         request, start, limit = visible(
-            first + row, query_lengths, key_lengths, requests, tokens, reach,
-            Q_TND, Q_LENGTHS, KEYS, K_LENGTHS, CAUSAL,
-        )  # fmt: skip
+            first + row,
+            query_lengths,
+            key_lengths,
+            requests,
+            tokens,
+            reach,
+            Q_TND,
+            Q_LENGTHS,
+            KEYS,
+            K_LENGTHS,
+            CAUSAL,
+        )
         selected = indices + (first + row).to(tl.int64) * indices_stride
         of_request = table + request.to(tl.int64) * table_stride
         of_row = row.to(tl.int64) * wide
@@ -218,27 +318,61 @@ def collect(
             j = at + tl.arange(0, PIECE)
             position, exists = positions(selected, j, count, limit, block, BLOCKS)
             slot = placed(
-                position, exists, of_request, request, start, limit, pages, page, page_rows,
-                KEYS, PIECE,
-            )  # fmt: skip
+                position,
+                exists,
+                of_request,
+                request,
+                start,
+                limit,
+                pages,
+                page,
+                page_rows,
+                KEYS,
+                PIECE,
+            )
             tl.store(slots + of_row + j, slot, mask=j < wide)
             top = tl.max(slot, 0)
             for i in range(tl.maximum(low, at), tl.minimum(high, at + PIECE), ROWS):
                 if i < (end + SPAN - 1) // SPAN * SPAN:
                     part = extract_slice(slot, (i - at,), (ROWS,), (1,))
                     lay_out(
-                        latent, rotary, scales, part, top, dense, dense_rope, of_row + i,
-                        latent_stride, rotary_stride, scale_stride, LATENT, ROTARY, TILES, ROWS,
+                        latent,
+                        rotary,
+                        scales,
+                        part,
+                        top,
+                        dense,
+                        dense_rope,
+                        of_row + i,
+                        latent_stride,
+                        rotary_stride,
+                        scale_stride,
+                        LATENT,
+                        ROTARY,
+                        TILES,
+                        ROWS,
                         False,
-                    )  # fmt: skip
+                    )
 
 
 @entry.jit(do_not_specialize=["first", "rows", "wide", "latent_stride", "rotary_stride"])
 def gather(
-    latent, rotary, slots, last, dense, dense_rope,
-    first, rows, wide, latent_stride, rotary_stride,
-    LATENT: tl.constexpr, ROTARY: tl.constexpr, ROWS: tl.constexpr, KEY_TILE: tl.constexpr,
-):  # fmt: skip
+    latent,
+    rotary,
+    slots,
+    last,
+    dense,
+    dense_rope,
+    first,
+    rows,
+    wide,
+    latent_stride,
+    rotary_stride,
+    LATENT: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
     pieces = wide // ROWS
     for work in range(tl.program_id(0), rows * pieces, tl.num_programs(0)):
         row = work // pieces
@@ -250,10 +384,23 @@ def gather(
             slot = tl.load(slots + of_piece + tl.arange(0, ROWS))
             top = tl.max(slot, 0)
             lay_out(
-                latent, rotary, latent, slot, top, dense, dense_rope,
-                row.to(tl.int64) * wide + piece, latent_stride, rotary_stride, 0, LATENT, ROTARY, 0,
-                ROWS, True,
-            )  # fmt: skip
+                latent,
+                rotary,
+                latent,
+                slot,
+                top,
+                dense,
+                dense_rope,
+                row.to(tl.int64) * wide + piece,
+                latent_stride,
+                rotary_stride,
+                0,
+                LATENT,
+                ROTARY,
+                0,
+                ROWS,
+                True,
+            )
 
 
 @triton.jit
@@ -270,11 +417,33 @@ def logits(z, slots, scale):
     ]
 )  # fmt: skip
 def weigh(
-    query, query_rope, dense, dense_rope, slots, last, scores, peaks, sums,
-    first, rows, wide, heads, padded, splits, query_row, query_head, rope_row, rope_head, scale,
-    LATENT: tl.constexpr, ROTARY: tl.constexpr, WHOLE: tl.constexpr,
-    HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, set_workspace_multibuffer: tl.constexpr,
-):  # fmt: skip
+    query,
+    query_rope,
+    dense,
+    dense_rope,
+    slots,
+    last,
+    scores,
+    peaks,
+    sums,
+    first,
+    rows,
+    wide,
+    heads,
+    padded,
+    splits,
+    query_row,
+    query_head,
+    rope_row,
+    rope_head,
+    scale,
+    LATENT: tl.constexpr,
+    ROTARY: tl.constexpr,
+    WHOLE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    set_workspace_multibuffer: tl.constexpr,
+):
     """Each key tile has statistics of its own, so that nothing depends on `splits`.  The scores are
     stored as the cube has them, without scale and mask: in this orientation build 1.2.0 stores
     nothing else."""
@@ -319,12 +488,32 @@ def weigh(
 
 @entry.jit(do_not_specialize=["first", "rows", "wide", "heads", "padded", "scale"])
 def accumulate(
-    scores, peaks, sums, dense, slots, last, sinks, out, out_max, out_sum,
-    first, rows, wide, heads, padded, scale,
-    LATENT: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr, PART: tl.constexpr,
-    PARTS: tl.constexpr, PIECES: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    scores,
+    peaks,
+    sums,
+    dense,
+    slots,
+    last,
+    sinks,
+    out,
+    out_max,
+    out_sum,
+    first,
+    rows,
+    wide,
+    heads,
+    padded,
+    scale,
+    LATENT: tl.constexpr,
+    SINKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    PIECES: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
     set_workspace_multibuffer: tl.constexpr,
-):  # fmt: skip
+):
     """`peaks` and `sums` are those of PART keys each.  Keys by heads: else both vector units do the
     work of the whole tile.  Every piece of the latent stores the statistics, the same ones."""
     COLUMNS: tl.constexpr = LATENT // PIECES
@@ -384,12 +573,24 @@ def resolved(
     slots = memory.empty((plan.rows, wide), torch.int32, key.device)
     last = memory.empty((plan.rows,), torch.int32, key.device)
     resolve[(min(plan.rows, cores.vector()),)](
-        indices, plan.table, slots=slots, last=last, **plan.arguments, **plan.flags,
-        rows=plan.rows, count=indices.shape[-1], wide=wide, indices_stride=indices.stride(0),
-        block=block, table_stride=plan.table.stride(0), pages=key.shape[0], page=key.shape[-3],
-        page_rows=ragged.page_rows(key), BLOCKS=block > 1,
+        indices,
+        plan.table,
+        slots=slots,
+        last=last,
+        **plan.arguments,
+        **plan.flags,
+        rows=plan.rows,
+        count=indices.shape[-1],
+        wide=wide,
+        indices_stride=indices.stride(0),
+        block=block,
+        table_stride=plan.table.stride(0),
+        pages=key.shape[0],
+        page=key.shape[-3],
+        page_rows=ragged.page_rows(key),
+        BLOCKS=block > 1,
         **tune.only("sparse_flash_attention.resolve").keywords,
-    )  # fmt: skip
+    )
     return slots, last
 
 
@@ -445,15 +646,31 @@ def forward(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     plan = ragged.plan(
-        query, key, actual_seq_lengths_query, actual_seq_lengths_kv, block_table,
-        layout_query, layout_kv, sparse_mode,
-    )  # fmt: skip
+        query,
+        key,
+        actual_seq_lengths_query,
+        actual_seq_lengths_kv,
+        block_table,
+        layout_query,
+        layout_kv,
+        sparse_mode,
+    )
     q_rope, k_rope = (query, key) if query_rope is None else (query_rope, key_rope)
     assert k_rope is not None
     out, *statistics = attended(
-        query, q_rope, key, k_rope, key, sparse_indices, scale_value, sparse_block_size, sinks,
-        plan, ROTARY=0 if query_rope is None else query_rope.shape[-1], TILES=0,
-    )  # fmt: skip
+        query,
+        q_rope,
+        key,
+        k_rope,
+        key,
+        sparse_indices,
+        scale_value,
+        sparse_block_size,
+        sinks,
+        plan,
+        ROTARY=0 if query_rope is None else query_rope.shape[-1],
+        TILES=0,
+    )
     if not return_softmax_lse:
         statistics = [x.new_empty([0]) for x in statistics]
     return out, statistics[0], statistics[1]
@@ -504,25 +721,83 @@ def attended(
     for first in range(0, plan.rows, at_once):
         rows = min(at_once, plan.rows - first)
         collect[(min(rows * wide // copies.tiles["ROWS"], cores.vector()),)](
-            latent, rotary, scales, indices, plan.table, slots=slots, last=last, dense=dense,
-            dense_rope=dense_rope, **plan.arguments, **plan.flags, first=first, rows=rows,
-            count=count, wide=wide, indices_stride=indices.stride(0), block=block,
-            table_stride=plan.table.stride(0), pages=latent.shape[0], page=latent.shape[-3],
-            page_rows=ragged.page_rows(latent), latent_stride=ragged.row_stride(latent),
-            rotary_stride=ragged.row_stride(rotary), scale_stride=ragged.row_stride(scales),
-            BLOCKS=block > 1, LATENT=size, ROTARY=ROTARY, TILES=TILES, SPAN=SPAN,
+            latent,
+            rotary,
+            scales,
+            indices,
+            plan.table,
+            slots=slots,
+            last=last,
+            dense=dense,
+            dense_rope=dense_rope,
+            **plan.arguments,
+            **plan.flags,
+            first=first,
+            rows=rows,
+            count=count,
+            wide=wide,
+            indices_stride=indices.stride(0),
+            block=block,
+            table_stride=plan.table.stride(0),
+            pages=latent.shape[0],
+            page=latent.shape[-3],
+            page_rows=ragged.page_rows(latent),
+            latent_stride=ragged.row_stride(latent),
+            rotary_stride=ragged.row_stride(rotary),
+            scale_stride=ragged.row_stride(scales),
+            BLOCKS=block > 1,
+            LATENT=size,
+            ROTARY=ROTARY,
+            TILES=TILES,
+            SPAN=SPAN,
             **copies.keywords,
-        )  # fmt: skip
+        )
         weigh[(min(rows * padded // head_tile * splits, cores.cube()),)](
-            q, rope, dense, dense_rope, slots, last, scores, peaks, sums,
-            first, rows, wide, heads, padded, splits, *q.stride()[:2], *rope.stride()[:2], scale,
-            LATENT=size, ROTARY=ROTARY, WHOLE=heads == padded, **weighing.keywords,
-        )  # fmt: skip
+            q,
+            rope,
+            dense,
+            dense_rope,
+            slots,
+            last,
+            scores,
+            peaks,
+            sums,
+            first,
+            rows,
+            wide,
+            heads,
+            padded,
+            splits,
+            *q.stride()[:2],
+            *rope.stride()[:2],
+            scale,
+            LATENT=size,
+            ROTARY=ROTARY,
+            WHOLE=heads == padded,
+            **weighing.keywords,
+        )
         tiles = padded // accumulating.tiles["HEAD_TILE"] * accumulating.tiles["PIECES"]
         accumulate[(min(rows * tiles, cores.cube()),)](
-            scores, peaks, sums, dense, slots, last, out if sinks is None else sinks,
-            out, out_max, out_sum, first, rows, wide, heads, padded, scale,
-            LATENT=size, SINKS=sinks is not None, WHOLE=heads == padded, PART=key_tile,
+            scores,
+            peaks,
+            sums,
+            dense,
+            slots,
+            last,
+            out if sinks is None else sinks,
+            out,
+            out_max,
+            out_sum,
+            first,
+            rows,
+            wide,
+            heads,
+            padded,
+            scale,
+            LATENT=size,
+            SINKS=sinks is not None,
+            WHOLE=heads == padded,
+            PART=key_tile,
             **accumulating.keywords,
-        )  # fmt: skip
+        )
     return out, out_max, out_sum

@@ -34,9 +34,22 @@ from .sparse_flash_attention import gather, resolved
 
 @entry.jit(do_not_specialize=["rows", "heads", "g_row", "g_head", "o_row", "o_head"])
 def row_sums(
-    d_out, out, peak, total, d_total, delta, lse, rows, heads, g_row, g_head, o_row, o_head,
-    LATENT: tl.constexpr, HEAD_TILE: tl.constexpr,
-):  # fmt: skip
+    d_out,
+    out,
+    peak,
+    total,
+    d_total,
+    delta,
+    lse,
+    rows,
+    heads,
+    g_row,
+    g_head,
+    o_row,
+    o_head,
+    LATENT: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+):
     """A row that saw nothing gets the sum inf, so that its p is 0."""
     d = tl.arange(0, LATENT)
     tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
@@ -44,9 +57,7 @@ def row_sums(
         token = (work // tiles).to(tl.int64)
         h = work % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
         there = (h < heads)[:, None]
-        g = tl.load(
-            d_out + token * g_row + h[:, None] * g_head + d[None], mask=there, other=0.0
-        )  # fmt: skip
+        g = tl.load(d_out + token * g_row + h[:, None] * g_head + d[None], mask=there, other=0.0)
         o = tl.load(out + token * o_row + h[:, None] * o_head + d[None], mask=there, other=0.0)
         at = token * heads + h
         products = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
@@ -67,11 +78,34 @@ def row_sums(
     ]
 )  # fmt: skip
 def grad_query(
-    query, query_rope, d_out, dense, dense_rope, slots, last, delta, lse, d_query, d_query_rope,
-    first, rows, wide, heads, q_row, q_head, r_row, r_head, g_row, g_head, scale,
-    LATENT: tl.constexpr, ROTARY: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    query,
+    query_rope,
+    d_out,
+    dense,
+    dense_rope,
+    slots,
+    last,
+    delta,
+    lse,
+    d_query,
+    d_query_rope,
+    first,
+    rows,
+    wide,
+    heads,
+    q_row,
+    q_head,
+    r_row,
+    r_head,
+    g_row,
+    g_head,
+    scale,
+    LATENT: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
     set_workspace_multibuffer: tl.constexpr,
-):  # fmt: skip
+):
     HALF: tl.constexpr = LATENT // 2
     d = tl.arange(0, HALF)
     j = tl.arange(0, KEY_TILE)
@@ -131,14 +165,46 @@ def grad_query(
     ]
 )  # fmt: skip
 def grad_keys(
-    query, query_rope, d_out, key, key_rope, counts, delta, lse, query_lengths, key_lengths,
-    d_key, d_key_rope,
-    first, rows, wide, heads, q_row, q_head, r_row, r_head, g_row, g_head, key_row, rope_row,
-    page_rows, scale, requests, tokens, reach,
-    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr,
-    HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, set_workspace_multibuffer: tl.constexpr,
-):  # fmt: skip
+    query,
+    query_rope,
+    d_out,
+    key,
+    key_rope,
+    counts,
+    delta,
+    lse,
+    query_lengths,
+    key_lengths,
+    d_key,
+    d_key_rope,
+    first,
+    rows,
+    wide,
+    heads,
+    q_row,
+    q_head,
+    r_row,
+    r_head,
+    g_row,
+    g_head,
+    key_row,
+    rope_row,
+    page_rows,
+    scale,
+    requests,
+    tokens,
+    reach,
+    Q_TND: tl.constexpr,
+    Q_LENGTHS: tl.constexpr,
+    KEYS: tl.constexpr,
+    K_LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    set_workspace_multibuffer: tl.constexpr,
+):
     """d_key [keys, LATENT] and d_key_rope, float32: what `rows` tokens from `first` on contribute.
     Added up over launches outside."""
     HALF: tl.constexpr = LATENT // 2
@@ -272,9 +338,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     layout = layout or "BSND"
     plan = ragged.plan(
-        query, key, actual_seq_qlen, actual_seq_kvlen, None, layout, layout,
+        query,
+        key,
+        actual_seq_qlen,
+        actual_seq_kvlen,
+        None,
+        layout,
+        layout,
         3 if sparse_mode is None else sparse_mode,
-    )  # fmt: skip
+    )
     device, dtype, (heads, latent) = query.device, query.dtype, query.shape[-2:]
     none = torch.empty([0], dtype=dtype, device=device)
     # without the rotary part its arguments are there, but not read
@@ -295,23 +367,45 @@ def backward(
         q, r, g, o = (x.flatten(0, -3) for x in (query, q_rope, d_out, out))
         delta, lse = (memory.empty((plan.rows, heads), torch.float32, device) for _ in range(2))
         row_sums[(cores.vector(),)](
-            g, o, softmax_max, softmax_sum, d_softmax_sum, delta, lse, plan.rows, heads,
-            *g.stride()[:2], *o.stride()[:2], LATENT=latent,
+            g,
+            o,
+            softmax_max,
+            softmax_sum,
+            d_softmax_sum,
+            delta,
+            lse,
+            plan.rows,
+            heads,
+            *g.stride()[:2],
+            *o.stride()[:2],
+            LATENT=latent,
             **tune.only("sparse_flash_attention_grad.row_sums").keywords,
-        )  # fmt: skip
+        )
         indices = _by_position(sparse_indices, sparse_block_size)
         strides = (*q.stride()[:2], *r.stride()[:2], *g.stride()[:2])
         shared = dict(scale=scale_value, LATENT=latent, ROTARY=rotary)
         _queries(
-            (q, r, g), key, k_rope, indices, delta, lse, d_query, d_query_rope, plan, strides,
+            (q, r, g),
+            key,
+            k_rope,
+            indices,
+            delta,
+            lse,
+            d_query,
+            d_query_rope,
+            plan,
+            strides,
             shared,
-        )  # fmt: skip
+        )
         _keys((q, r, g), key, k_rope, indices, delta, lse, sums, plan, strides, shared)
     d_key, d_key_rope = (x.to(dtype) for x in sums)
     return (
-        d_query, d_key, none,
-        d_query_rope if rotary else none.clone(), d_key_rope if rotary else none.clone(),
-    )  # fmt: skip
+        d_query,
+        d_key,
+        none,
+        d_query_rope if rotary else none.clone(),
+        d_key_rope if rotary else none.clone(),
+    )
 
 
 def _queries(
@@ -341,14 +435,40 @@ def _queries(
     for first in range(0, plan.rows, at_once):
         rows = min(at_once, plan.rows - first)
         gather[(cores.vector(),)](
-            key, k_rope, slots, last, dense, dense_rope, first, rows, wide,
-            ragged.row_stride(key), ragged.row_stride(k_rope), LATENT=latent, ROTARY=rotary,
-            KEY_TILE=tile, **tune.only("sparse_flash_attention.gather").keywords,
-        )  # fmt: skip
+            key,
+            k_rope,
+            slots,
+            last,
+            dense,
+            dense_rope,
+            first,
+            rows,
+            wide,
+            ragged.row_stride(key),
+            ragged.row_stride(k_rope),
+            LATENT=latent,
+            ROTARY=rotary,
+            KEY_TILE=tile,
+            **tune.only("sparse_flash_attention.gather").keywords,
+        )
         grad_query[(cores.cube(),)](
-            *rows_of, dense, dense_rope, slots, last, delta, lse, d_query, d_query_rope,
-            first, rows, wide, heads, *strides, **shared, **products.keywords,
-        )  # fmt: skip
+            *rows_of,
+            dense,
+            dense_rope,
+            slots,
+            last,
+            delta,
+            lse,
+            d_query,
+            d_query_rope,
+            first,
+            rows,
+            wide,
+            heads,
+            *strides,
+            **shared,
+            **products.keywords,
+        )
 
 
 def _keys(
@@ -376,12 +496,30 @@ def _keys(
         spread_over(one, 0, indices, counts, plan, first, rows)
         parts = sums if first == 0 else [torch.zeros_like(x) for x in sums]
         grad_keys[(cores.cube(),)](
-            *rows_of, key, k_rope, counts, delta, lse, plan.arguments["query_lengths"],
-            plan.arguments["key_lengths"], *parts, first, rows, wide, heads, *strides,
-            ragged.row_stride(key), ragged.row_stride(k_rope), ragged.page_rows(key),
-            requests=plan.arguments["requests"], tokens=plan.arguments["tokens"],
-            reach=plan.reach, **plan.flags, **shared, **products.keywords,
-        )  # fmt: skip
+            *rows_of,
+            key,
+            k_rope,
+            counts,
+            delta,
+            lse,
+            plan.arguments["query_lengths"],
+            plan.arguments["key_lengths"],
+            *parts,
+            first,
+            rows,
+            wide,
+            heads,
+            *strides,
+            ragged.row_stride(key),
+            ragged.row_stride(k_rope),
+            ragged.page_rows(key),
+            requests=plan.arguments["requests"],
+            tokens=plan.arguments["tokens"],
+            reach=plan.reach,
+            **plan.flags,
+            **shared,
+            **products.keywords,
+        )
         if first > 0:
             for total, part in zip(sums, parts, strict=True):
                 total += part

@@ -102,10 +102,17 @@ def _losses() -> Iterator[Choice]:
     query, key = _t(1, 2, 16, 128), _t(1, 64, 1, 128)
     plan = places.module("ragged").plan
     given = dict(
-        query=query, key=key, query_index=query, key_index=key, weights=_t(1, 2, 16),
-        sparse_indices=_whole(1, 2, 1, 8), lse=_t(2, 16), scale=1.0, d=_t(2, 8),
+        query=query,
+        key=key,
+        query_index=query,
+        key_index=key,
+        weights=_t(1, 2, 16),
+        sparse_indices=_whole(1, 2, 1, 8),
+        lse=_t(2, 16),
+        scale=1.0,
+        d=_t(2, 8),
         plan=plan(query, key, None, None, None, "BSND", "BSND", 3),
-    )  # fmt: skip
+    )
     for kernel in ("targets", "scores"):
         yield Choice(file, "_losses", given, kernel, dict(HEAD_TILE=16))
 

@@ -476,9 +476,15 @@ def _arithmetic(kind: str, text: str, given: list[Any]) -> Any:
         quotient = int(a / b) if abs(a) < 2**53 else a // b
         return quotient if kind == "divsi" else a - quotient * b
     simple = {
-        "addi": a + b, "subi": a - b, "muli": a * b, "minsi": min(a, b), "maxsi": max(a, b),
-        "andi": a & b, "ori": a | b, "xori": a ^ b,
-    }  # fmt: skip
+        "addi": a + b,
+        "subi": a - b,
+        "muli": a * b,
+        "minsi": min(a, b),
+        "maxsi": max(a, b),
+        "andi": a & b,
+        "ori": a | b,
+        "xori": a ^ b,
+    }
     if kind == "shrsi":
         return a >> b
     return simple.get(kind)

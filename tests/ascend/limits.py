@@ -58,9 +58,13 @@ def _attention() -> Iterator[Limit]:
 def _kda() -> Iterator[Limit]:
     most, least = (128, 256), (16, 16)
     for sizes, changed in (
-        (most, (144, 256)), (most, (128, 272)), (least, (0, 16)), (least, (16, 0)),
-        (least, (24, 16)), (least, (16, 24)),
-    ):  # fmt: skip
+        (most, (144, 256)),
+        (most, (128, 272)),
+        (least, (0, 16)),
+        (least, (16, 0)),
+        (least, (24, 16)),
+        (least, (16, 24)),
+    ):
         given, other = (dict(q=_t(64, 2, k), v=_t(64, 2, v)) for k, v in (sizes, changed))
         yield Limit("chunk_kda", given, other, f"head sizes {changed[0]} and {changed[1]}")
 
@@ -121,9 +125,15 @@ def _indexers() -> Iterator[Limit]:
 
     file = "sparse_lightning_indexer_grad_kl_loss"
     given = dict(
-        query=query, key=_t(1, 8, 1, 64), query_index=query, key_index=_t(1, 8, 1, 64),
-        sparse_indices=_t(1, 1, 1, 2048), softmax_max=_t(1), query_rope=None, key_rope=None,
-    )  # fmt: skip
+        query=query,
+        key=_t(1, 8, 1, 64),
+        query_index=query,
+        key_index=_t(1, 8, 1, 64),
+        sparse_indices=_t(1, 1, 1, 2048),
+        softmax_max=_t(1),
+        query_rope=None,
+        key_rope=None,
+    )
     yield Limit(file, given, dict(sparse_indices=_t(1, 1, 1, 2049)), "2049 slots")
     yield Limit(file, given, dict(key_index=longer), "the kernel reaches")
 
@@ -132,9 +142,15 @@ def _attentions() -> Iterator[Limit]:
     file = "sparse_flash_attention"
     one = _t(1, 1, 1, 8)
     paged = dict(
-        query=_t(1, 1, 1, 64), key=_t(2, 128, 1, 64), value=None, query_rope=None, key_rope=None,
-        block_table=_t(1, MOST // 128), sparse_indices=one, sparse_block_size=1,
-    )  # fmt: skip
+        query=_t(1, 1, 1, 64),
+        key=_t(2, 128, 1, 64),
+        value=None,
+        query_rope=None,
+        key_rope=None,
+        block_table=_t(1, MOST // 128),
+        sparse_indices=one,
+        sparse_block_size=1,
+    )
     far = "the kernel reaches"
     yield Limit(file, paged, dict(block_table=_t(1, MOST // 128 + 1)), far)
     many = paged | dict(key=_t(MOST, 1, 1, 64), block_table=_t(1, 1))
@@ -150,9 +166,14 @@ def _attentions() -> Iterator[Limit]:
 
     rows = _t(2, 128, 1, 656, dtype=torch.int8)
     quantised = dict(
-        query=_t(1, 1, 1, 576), key=rows, value=rows, block_table=_t(1, MOST // 128),
-        sparse_indices=one, sparse_block_size=1, key_dtype=None,
-    )  # fmt: skip
+        query=_t(1, 1, 1, 576),
+        key=rows,
+        value=rows,
+        block_table=_t(1, MOST // 128),
+        sparse_indices=one,
+        sparse_block_size=1,
+        key_dtype=None,
+    )
     further = dict(block_table=_t(1, MOST // 128 + 1))
     yield Limit("kv_quant_sparse_flash_attention", quantised, further, far)
     one, two = (
@@ -165,9 +186,12 @@ def _attentions() -> Iterator[Limit]:
 
     file = "sparse_flash_attention_grad"
     grad = dict(
-        query=_t(1, 1, 1, 512), key=_t(1, MOST, 1, 512), value=None, query_rope=_t(1, 1, 1, 64),
+        query=_t(1, 1, 1, 512),
+        key=_t(1, MOST, 1, 512),
+        value=None,
+        query_rope=_t(1, 1, 1, 64),
         key_rope=_t(1, MOST, 1, 64),
-    )  # fmt: skip
+    )
     yield Limit(file, grad, dict(query=_t(1, 1, 1, 544)), "head sizes 544 and 64")
     yield Limit(file, grad, dict(query_rope=_t(1, 1, 1, 80)), "head sizes 512 and 80")
     yield Limit(file, grad, dict(key=_t(1, MOST + 1, 1, 512)), far)
@@ -177,9 +201,14 @@ def _shared_kv() -> Iterator[Limit]:
     file, far = "sparse_attn_sharedkv", "the kernel reaches"
     page, none = _t(2, 128, 1, 64), dict.fromkeys(("cmp_kv", "cmp_block_table"))
     given = dict(
-        q=_t(1, 1, 1, 64), ori_kv=page, ori_block_table=_t(1, MOST // 128), **none,
-        ori_sparse_indices=None, cmp_sparse_indices=None, indices_are_slots=False,
-    )  # fmt: skip
+        q=_t(1, 1, 1, 64),
+        ori_kv=page,
+        ori_block_table=_t(1, MOST // 128),
+        **none,
+        ori_sparse_indices=None,
+        cmp_sparse_indices=None,
+        indices_are_slots=False,
+    )
     further = _t(1, MOST // 128 + 1)
     yield Limit(file, given, dict(ori_block_table=further), f"`ori_kv` reaches {MOST + 128} rows")
     both = given | dict(cmp_kv=page, cmp_block_table=_t(1, MOST // 128))
@@ -204,9 +233,11 @@ def _shared_kv() -> Iterator[Limit]:
 def _prologs() -> Iterator[Limit]:
     wide = tune.TABLE["rows.finish"][-1].tiles["WIDTH"]
     given = dict(
-        token_x=_t(1, 8), rmsnorm_gamma_cq=_t(wide), kv_cache=_t(1, 16, 1, wide),
+        token_x=_t(1, 8),
+        rmsnorm_gamma_cq=_t(wide),
+        kv_cache=_t(1, 16, 1, wide),
         rope_sin=_t(1, 64),
-    )  # fmt: skip
+    )
     said = f"more than {wide} numbers"
     yield Limit("mla_prolog_pto", given, dict(rmsnorm_gamma_cq=_t(wide + 1)), said)
     floats = _t(1, 8, dtype=torch.float32)
@@ -241,10 +272,17 @@ def _shared_kv() -> Iterator[Limit]:
         tune.TABLE["sharedkv_prolog_pto.of_tokens"][-1].tiles["WIDTH"],
     )
     given = dict(
-        token_x=_t(1, 1, 64), gamma_cq=_t(rank), gamma_kv=_t(1024), rope_sin=_t(1, 1, 128),
-        w_idx_qb=_t(rank, 1024), w_idx_proj=_t(64, 1), kv_kind="none", index_hadamard=False,
-        weight_format="nd", weight_quant_mode=0,
-    )  # fmt: skip
+        token_x=_t(1, 1, 64),
+        gamma_cq=_t(rank),
+        gamma_kv=_t(1024),
+        rope_sin=_t(1, 1, 128),
+        w_idx_qb=_t(rank, 1024),
+        w_idx_proj=_t(64, 1),
+        kv_kind="none",
+        index_hadamard=False,
+        weight_format="nd",
+        weight_quant_mode=0,
+    )
     floats = _t(1, 1, 64, dtype=torch.float32)
     yield Limit(file, given, dict(token_x=floats), "`token_x` is torch.float32")
     yield Limit(file, given, dict(gamma_cq=_t(rank + 1)), f"a query latent of {rank + 1}")

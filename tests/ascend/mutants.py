@@ -327,7 +327,7 @@ class Mutant:
     old: str
     new: str
     nth: int  # among those of this file with the same words
-    made: str = field(repr=False)  # digest of the mutated function
+    made: str = field(repr=False)  # digest of the mutated function's tree
     text: str = field(repr=False)  # the whole file
 
     @property
@@ -428,7 +428,8 @@ def mutants_of(file: str, text: str) -> list[Mutant]:
                     lines_kept = b"\n" * data.count(b"\n", low, high)
                     new = f"({ast.unparse(place)}".encode() + lines_kept + b")"
                     whole = data[:low] + new + data[high:]
-                    made = digest(data[first:low] + new + data[high:last])
+                    function_text = data[first:low] + new + data[high:last]
+                    made = digest(ast.dump(ast.parse(function_text)))  # its layout is no part
                     words = difference(ast.unparse(node), ast.unparse(place))
                     name = (function.name, kind, *words)
                     nth = counted.get(name, 0)
@@ -688,7 +689,7 @@ def run(cases: list[Case], sample: int, seed: int, jobs: int) -> int:
 class Verdict:
     file: str
     kind: str
-    made: str  # digest of the mutated function
+    made: str  # digest of the mutated function's tree
     by: str  # digest of the case that noticed, or of all of them
     case: str  # title; empty: it survived
     said: str

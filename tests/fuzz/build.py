@@ -218,10 +218,16 @@ def _shared_kv(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     if not requests:
         return sample(case["op"], CPU, dtype, case["seed"], B=0), {}
     problem = Problem(
-        requests, m=case["m"], count=case["k"] if case["picked"] else None, window=case["window"],
-        heads=case["n"], size=case["d"], entry_page=case["entry_page"], sinks=case["sinks"],
+        requests,
+        m=case["m"],
+        count=case["k"] if case["picked"] else None,
+        window=case["window"],
+        heads=case["n"],
+        size=case["d"],
+        entry_page=case["entry_page"],
+        sinks=case["sinks"],
         seed=case["seed"],
-    )  # fmt: skip
+    )
     layout_q, layout_kv = case["layouts"]
     layout_kv = "PA_ND" if layout_kv == "PA_BSND" else layout_kv
     given = problem.arguments((layout_q, layout_kv), CPU, dtype)
@@ -497,12 +503,27 @@ def _layer_v4(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     steps, d = case["s"], case["d"]
     laid = {"nz": custom.to_nz, "linear": lambda w: w.mT.contiguous()}.get(case["weights"])
     given = layer_v4.drawn(
-        case["kind"], CPU, getattr(torch, case["dtype"]), starts=case["starts"], steps=steps,
-        used=case["used"], m=case["m"], entry_page=case["entry_page"], H=case["h"],
-        Rq=case["ranks"], D=d, Dr=case["dr"], Ni=case["index_heads"], Di=case["di"],
-        heads=case["n"], groups=case["groups"], output=case["output"],
-        mode=2 if case["ring"] else 1, window=case["window"], holes=case["holes"],
-    )  # fmt: skip
+        case["kind"],
+        CPU,
+        getattr(torch, case["dtype"]),
+        starts=case["starts"],
+        steps=steps,
+        used=case["used"],
+        m=case["m"],
+        entry_page=case["entry_page"],
+        H=case["h"],
+        Rq=case["ranks"],
+        D=d,
+        Dr=case["dr"],
+        Ni=case["index_heads"],
+        Di=case["di"],
+        heads=case["n"],
+        groups=case["groups"],
+        output=case["output"],
+        mode=2 if case["ring"] else 1,
+        window=case["window"],
+        holes=case["holes"],
+    )
     given |= layer_v4.of_8_bits(given, case["quant"])
     for name, x in given.items():
         if isinstance(x, Tensor) and not name.startswith("dequant_scale_"):

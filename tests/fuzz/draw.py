@@ -251,16 +251,22 @@ def _streams(r: Random, backward: bool) -> Case:
 
 def _shared_row(r: Random, backward: bool) -> Case:
     return _sample(r, backward) | dict(
-        n=r.randint(1, 20), d=r.choice([16, 48, 64]), dr=r.choice([0, 2, 8, 16]),
-        di=r.choice([16, 48]), quant=r.choice([0, 0, 0, 1, 2, 4]),
-    )  # fmt: skip
+        n=r.randint(1, 20),
+        d=r.choice([16, 48, 64]),
+        dr=r.choice([0, 2, 8, 16]),
+        di=r.choice([16, 48]),
+        quant=r.choice([0, 0, 0, 1, 2, 4]),
+    )
 
 
 def _grouped(r: Random, backward: bool) -> Case:
     return _sample(r, backward) | dict(
-        n=r.randint(1, 8), d=r.choice([16, 48, 64]), dr=r.choice([0, 2, 16]),
-        groups=r.choice([1, 2, 5]), quant=r.choice([0, 0, 2, 4]),
-    )  # fmt: skip
+        n=r.randint(1, 8),
+        d=r.choice([16, 48, 64]),
+        dr=r.choice([0, 2, 16]),
+        groups=r.choice([1, 2, 5]),
+        quant=r.choice([0, 0, 2, 4]),
+    )
 
 
 KIND = {
@@ -323,8 +329,15 @@ _SIZES: dict[str, Callable[[Random, bool], Case]] = {
 # what kernels of a GPU are written for, in place of what was drawn
 _WIDE: dict[str, Callable[[Random], Case]] = {
     "layer": lambda r: dict(
-        h=128, ranks=128, n=r.choice([8, 16]), plain=r.choice([128, 192]), rank=512, rotary=64,
-        index_heads=r.choice([32, 64]), index_size=128, weights=r.choice(["nz", "flat"]),
+        h=128,
+        ranks=128,
+        n=r.choice([8, 16]),
+        plain=r.choice([128, 192]),
+        rank=512,
+        rotary=64,
+        index_heads=r.choice([32, 64]),
+        index_size=128,
+        weights=r.choice(["nz", "flat"]),
     ),
     "indexer": lambda r: dict(n=r.choice([32, 64]), d=128, k=r.choice([16, 64])),
     "attention": lambda r: dict(
@@ -353,10 +366,19 @@ _WIDE: dict[str, Callable[[Random], Case]] = {
     "shared row": lambda r: dict(n=r.randint(4, 32), d=512, dr=64, di=128),
     "grouped": lambda r: dict(n=r.randint(4, 16), d=512, dr=64, groups=r.randint(1, 4)),
     "layer v4": lambda r: dict(
-        h=128, ranks=128, d=512, dr=64, n=r.choice([8, 16]), groups=r.choice([1, 2]),
-        index_heads=r.choice([32, 64]), di=128, window=40, weights="nz", quant=0,
+        h=128,
+        ranks=128,
+        d=512,
+        dr=64,
+        n=r.choice([8, 16]),
+        groups=r.choice([1, 2]),
+        index_heads=r.choice([32, 64]),
+        di=128,
+        window=40,
+        weights="nz",
+        quant=0,
     ),
-}  # fmt: skip
+}
 
 
 # what kernels are compiled for: cases on a GPU share those of a few models, and what was compiled

@@ -144,8 +144,11 @@ def _of_kda_gradients(x: Arguments, exact: Outputs, eps: float) -> dict[str, flo
 def _of_probabilities(x: Arguments, exact: Outputs, eps: float) -> dict[str, float]:
     """A score that is summed in another order is off by a rounding of its terms' size, and the
     probability by as much of its own."""
-    sides = [[x[f"{side}{part}"].double().abs() for side in ("query", "key")]
-             for part in ("", "_rope") if x.get(f"query{part}") is not None]  # fmt: skip
+    sides = [
+        [x[f"{side}{part}"].double().abs() for side in ("query", "key")]
+        for part in ("", "_rope")
+        if x.get(f"query{part}") is not None
+    ]
     terms = sum(torch.einsum("bnsd,btd->bnst", q, k) for q, k in sides) * x["scaling"]
     target = exact["output 1"].double().abs()
     sizes = [float(each.max()) if each.numel() else 0.0 for each in (terms, target)]

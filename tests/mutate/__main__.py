@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import queue
@@ -16,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from . import changes, lines
@@ -36,7 +38,7 @@ _MOST = 150  # tests
 class Verdict:
     test: str  # "": it survived
     said: str
-    made: str  # digest of the file and of the test's
+    made: str  # digest of the file's tree and of the test's
 
 
 def read() -> dict[str, Verdict]:
@@ -69,7 +71,13 @@ def chosen(found: list[Mutant], seed: int) -> list[Mutant]:
 
 def made(mutant: Mutant, test: str) -> str:
     file = ROOT / recorded(test).id.partition("::")[0]
-    return digest(changes.source(mutant.file).text + (file.read_text() if file.is_file() else ""))
+    texts = [changes.source(mutant.file).text, file.read_text() if file.is_file() else ""]
+    return digest("".join(_dumped(text) for text in texts))
+
+
+@cache
+def _dumped(text: str) -> str:
+    return ast.dump(ast.parse(text))
 
 
 class Asker:

@@ -24,8 +24,15 @@ def cases() -> Iterator[tuple[str, str, Make]]:
         for case in presets(spec.name, "cuda"):
             yield spec.name, case.label, case.make
     beyond = (
-        _attention, _sparse, _shared_kv, _gradients, _indexer, _prologs, _delta_rule, _compressor,
-    )  # fmt: skip
+        _attention,
+        _sparse,
+        _shared_kv,
+        _gradients,
+        _indexer,
+        _prologs,
+        _delta_rule,
+        _compressor,
+    )
     for more in beyond:
         yield from more()
 
@@ -62,9 +69,11 @@ def _attention() -> Iterator[tuple[str, str, Make]]:
 def _rows(s: int, n: int, r: int, dr: int, **more: Any) -> dict[str, Any]:
     """Arguments of sparse attention: s rows of n heads over 2048 keys out of 8192."""
     given = dict(
-        query=_bf16(1, s, n, r), key=_bf16(1, 8192, 1, r), sparse_indices=_int32(1, s, 1, 2048),
+        query=_bf16(1, s, n, r),
+        key=_bf16(1, 8192, 1, r),
+        sparse_indices=_int32(1, s, 1, 2048),
         scale_value=0.1,
-    )  # fmt: skip
+    )
     if dr:
         given |= dict(query_rope=_bf16(1, s, n, dr), key_rope=_bf16(1, 8192, 1, dr))
     return given | more
@@ -73,10 +82,16 @@ def _rows(s: int, n: int, r: int, dr: int, **more: Any) -> dict[str, Any]:
 def _sparse() -> Iterator[tuple[str, str, Make]]:
     op = "npu_sparse_flash_attention"
     for s, n, r, dr in [
-        (1, 128, 512, 64), (64, 64, 512, 64), (256, 64, 1024, 64), (256, 16, 128, 0),
-        (256, 64, 256, 64), (64, 64, 576, 0), (4096, 64, 512, 64),
-        (1, 128, 512, 0), (64, 64, 512, 0),
-    ]:  # fmt: skip
+        (1, 128, 512, 64),
+        (64, 64, 512, 64),
+        (256, 64, 1024, 64),
+        (256, 16, 128, 0),
+        (256, 64, 256, 64),
+        (64, 64, 576, 0),
+        (4096, 64, 512, 64),
+        (1, 128, 512, 0),
+        (64, 64, 512, 0),
+    ]:
         yield op, f"H{n} {r} + {dr}, {s} x 8192", lambda at, seed, a=(s, n, r, dr): _rows(*a)
 
     def value(at: torch.device, seed: int) -> dict[str, Any]:
@@ -93,16 +108,25 @@ def _shared_kv() -> Iterator[tuple[str, str, Make]]:
         def packed(at: torch.device, seed: int, n: int = rows) -> dict[str, Any]:
             sums = ("cu_seqlens_q", "cu_seqlens_ori_kv", "cu_seqlens_cmp_kv")
             return dict(
-                q=_bf16(n, 64, 512), ori_kv=_bf16(8192, 1, 512), cmp_kv=_bf16(2048, 1, 512),
-                cmp_sparse_indices=_int32(n, 1, 512), cmp_ratio=4, layout_q="TND", layout_kv="TND",
-            ) | {name: _int32(4) for name in sums}  # fmt: skip
+                q=_bf16(n, 64, 512),
+                ori_kv=_bf16(8192, 1, 512),
+                cmp_kv=_bf16(2048, 1, 512),
+                cmp_sparse_indices=_int32(n, 1, 512),
+                cmp_ratio=4,
+                layout_q="TND",
+                layout_kv="TND",
+            ) | {name: _int32(4) for name in sums}
 
         def slots(at: torch.device, seed: int, n: int = rows) -> dict[str, Any]:
             return dict(
-                q=_bf16(1, n, 64, 512), ori_kv=_bf16(90, 64, 1, 512), cmp_kv=_bf16(90, 2, 1, 512),
-                ori_sparse_indices=_int32(1, n, 1, 128), cmp_sparse_indices=_int32(1, n, 1, 512),
-                ori_topk_length=_int32(n), indices_are_slots=True,
-            )  # fmt: skip
+                q=_bf16(1, n, 64, 512),
+                ori_kv=_bf16(90, 64, 1, 512),
+                cmp_kv=_bf16(90, 2, 1, 512),
+                ori_sparse_indices=_int32(1, n, 1, 128),
+                cmp_sparse_indices=_int32(1, n, 1, 512),
+                ori_topk_length=_int32(n),
+                indices_are_slots=True,
+            )
 
         yield op, f"{rows} rows, packed", packed
         yield op, f"{rows} rows, slots", slots
@@ -120,9 +144,10 @@ def _gradients() -> Iterator[tuple[str, str, Make]]:
 
         def loss(at, seed, n=n, r=r, dr=dr, statistics=statistics):  # type: ignore[no-untyped-def]
             index = dict(
-                query_index=_bf16(1, 4096, 64, 128), key_index=_bf16(1, 8192, 1, 128),
+                query_index=_bf16(1, 4096, 64, 128),
+                key_index=_bf16(1, 8192, 1, 128),
                 weights=_bf16(1, 4096, 64),
-            )  # fmt: skip
+            )
             return _rows(4096, n, r, dr, **index, **statistics(4096))
 
         def both(at, seed, attend=attend, statistics=statistics):  # type: ignore[no-untyped-def]
@@ -140,18 +165,24 @@ def _indexer() -> Iterator[tuple[str, str, Make]]:
 
         def grad(at, seed, n=n, d=d):  # type: ignore[no-untyped-def]
             return dict(
-                query=_bf16(1, 4096, n, d), key=_bf16(1, 8192, 1, d), dy=_bf16(1, 4096, 1, 2048),
-                sparse_indices=_int32(1, 4096, 1, 2048), weights=_bf16(1, 4096, n),
-            )  # fmt: skip
+                query=_bf16(1, 4096, n, d),
+                key=_bf16(1, 8192, 1, d),
+                dy=_bf16(1, 4096, 1, 2048),
+                sparse_indices=_int32(1, 4096, 1, 2048),
+                weights=_bf16(1, 4096, n),
+            )
 
         yield "npu_lightning_indexer_grad", f"H{n} D{d}, 4096 x 8192", grad
     for s, n, d in [(4, 64, 128), (1, 64, 128), (4096, 16, 64)]:
 
         def dense(at, seed, s=s, n=n, d=d):  # type: ignore[no-untyped-def]
             return dict(
-                query=_bf16(2, s, n, d), key=_bf16(2, 8192, 1, d), weights=_bf16(2, s, n),
-                sparse_count=2048, return_value=True,
-            )  # fmt: skip
+                query=_bf16(2, s, n, d),
+                key=_bf16(2, 8192, 1, d),
+                weights=_bf16(2, s, n),
+                sparse_count=2048,
+                return_value=True,
+            )
 
         yield "npu_lightning_indexer", f"H{n} D{d}, {s} x 8192, dense", dense
     for n, d, dr in [(128, 512, 64), (64, 512, 64), (32, 576, 0), (64, 128, 64)]:
@@ -159,10 +190,13 @@ def _indexer() -> Iterator[tuple[str, str, Make]]:
 
             def loss(at, seed, n=n, d=d, dr=dr, lse=lse):  # type: ignore[no-untyped-def]
                 given = dict(
-                    query=_bf16(1, n, 1024, d), key=_bf16(1, 8192, d), scaling=0.1,
-                    index_score=_bf16(1, 1024, 2048, dtype=FLOAT), indices=_int32(1, 1024, 2048),
+                    query=_bf16(1, n, 1024, d),
+                    key=_bf16(1, 8192, d),
+                    scaling=0.1,
+                    index_score=_bf16(1, 1024, 2048, dtype=FLOAT),
+                    indices=_int32(1, 1024, 2048),
                     chunk_offset=7168,
-                )  # fmt: skip
+                )
                 if dr:
                     given |= dict(query_rope=_bf16(1, n, 1024, dr), key_rope=_bf16(1, 8192, dr))
                 return given | (dict(softmax_lse=_bf16(1, n, 1024, dtype=FLOAT)) if lse else {})
@@ -178,16 +212,20 @@ def _prologs() -> Iterator[tuple[str, str, Make]]:
 
         def mla(at, seed, tokens=tokens, form="nd"):  # type: ignore[no-untyped-def]
             weights = dict(
-                weight_dq=weight(7168, 1536, form), weight_uq_qr=weight(1536, 128 * 192, form),
-                weight_dkv_kr=weight(7168, 576, form), weight_format=form,
-            )  # fmt: skip
+                weight_dq=weight(7168, 1536, form),
+                weight_uq_qr=weight(1536, 128 * 192, form),
+                weight_dkv_kr=weight(7168, 576, form),
+                weight_format=form,
+            )
             return sparse_attention.mla_prolog_case(tokens, 128).make(at, seed) | weights
 
         def indexer(at, seed, tokens=tokens, form="nd"):  # type: ignore[no-untyped-def]
             weights = dict(
-                weight_qb=weight(1536, 8192, form), weight_k=weight(7168, 128, form),
-                weight_proj=weight(7168, 64, form), weight_format=form,
-            )  # fmt: skip
+                weight_qb=weight(1536, 8192, form),
+                weight_k=weight(7168, 128, form),
+                weight_proj=weight(7168, 64, form),
+                weight_format=form,
+            )
             return sparse_attention.indexer_prolog_case(tokens).make(at, seed) | weights
 
         def mla_v3(at, seed, mla=mla):  # type: ignore[no-untyped-def]
@@ -199,16 +237,24 @@ def _prologs() -> Iterator[tuple[str, str, Make]]:
 
         def narrow_indexer(at, seed, tokens=tokens):  # type: ignore[no-untyped-def]
             return dict(
-                token_x=_bf16(tokens, 7168), q_norm=_int8(tokens, 1536),
-                q_norm_scale=_bf16(tokens, 1, dtype=FLOAT), wq_b=_int8(1536, 8192),
-                wq_b_scale=_bf16(8192, 1, dtype=FLOAT), wk=_bf16(7168, 128),
-                weights_proj=_bf16(7168, 64), ln_gamma_k=_bf16(128), ln_beta_k=_bf16(128),
-                cos_idx_rope=_bf16(tokens, 64), sin_idx_rope=_bf16(tokens, 64),
-                hadamard_q=_bf16(128, 128), hadamard_k=_bf16(128, 128),
-                idx_k_cache=_int8(256, 128, 1, 128), layernorm_epsilon_k=1e-6,
+                token_x=_bf16(tokens, 7168),
+                q_norm=_int8(tokens, 1536),
+                q_norm_scale=_bf16(tokens, 1, dtype=FLOAT),
+                wq_b=_int8(1536, 8192),
+                wq_b_scale=_bf16(8192, 1, dtype=FLOAT),
+                wk=_bf16(7168, 128),
+                weights_proj=_bf16(7168, 64),
+                ln_gamma_k=_bf16(128),
+                ln_beta_k=_bf16(128),
+                cos_idx_rope=_bf16(tokens, 64),
+                sin_idx_rope=_bf16(tokens, 64),
+                hadamard_q=_bf16(128, 128),
+                hadamard_k=_bf16(128, 128),
+                idx_k_cache=_int8(256, 128, 1, 128),
+                layernorm_epsilon_k=1e-6,
                 idx_k_scale_cache=_bf16(256, 128, 1, dtype=torch.float16),
                 idx_k_cache_index=_int32(tokens),
-            )  # fmt: skip
+            )
 
         for form in ("nd", "linear"):
             of = partial(mla, form=form)
@@ -226,9 +272,12 @@ def _delta_rule() -> Iterator[tuple[str, str, Make]]:
 
         def forward(at, seed, d=d, state=state):  # type: ignore[no-untyped-def]
             given = dict(
-                query=_bf16(4096, 16, d), key=_bf16(4096, 16, d), value=_bf16(4096, 32, d),
-                beta=_bf16(4096, 32), g=_bf16(4096, 32, dtype=FLOAT),
-            )  # fmt: skip
+                query=_bf16(4096, 16, d),
+                key=_bf16(4096, 16, d),
+                value=_bf16(4096, 32, d),
+                beta=_bf16(4096, 32),
+                g=_bf16(4096, 32, dtype=FLOAT),
+            )
             if state:
                 given["initial_state"] = _bf16(1, 32, d, d, dtype=state)
             return given
@@ -256,10 +305,16 @@ def _delta_rule() -> Iterator[tuple[str, str, Make]]:
 
         def kda_forward(at, seed, d=d, bound=bound):  # type: ignore[no-untyped-def]
             return dict(
-                q=_bf16(1, 4096, 16, d), k=_bf16(1, 4096, 16, d), v=_bf16(1, 4096, 32, d),
-                g=_bf16(1, 4096, 32, d), beta=_bf16(1, 4096, 32), use_qk_l2norm_in_kernel=True,
-                use_gate_in_kernel=True, A_log=_bf16(32, dtype=FLOAT), lower_bound=bound,
-            )  # fmt: skip
+                q=_bf16(1, 4096, 16, d),
+                k=_bf16(1, 4096, 16, d),
+                v=_bf16(1, 4096, 32, d),
+                g=_bf16(1, 4096, 32, d),
+                beta=_bf16(1, 4096, 32),
+                use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True,
+                A_log=_bf16(32, dtype=FLOAT),
+                lower_bound=bound,
+            )
 
         def kda_grad(at, seed, d=d, forward=kda_forward):  # type: ignore[no-untyped-def]
             return forward(at, seed) | dict(d_out=_bf16(1, 4096, 32, d))

@@ -54,13 +54,28 @@ def config(**changes: Any) -> Any:
     rope = dict(rope_type="yarn", factor=16.0, beta_fast=32, beta_slow=1)
     rope |= dict(original_max_position_embeddings=32)
     sizes: dict[str, Any] = dict(
-        vocab_size=32, hidden_size=40, num_hidden_layers=3, num_attention_heads=4, head_dim=32,
-        q_lora_rank=24, partial_rotary_factor=0.25, layer_types=[SLIDING, CSA, HCA],
-        sliding_window=8, o_groups=2, o_lora_rank=12, compress_rates={CSA: 4, HCA: 8},
-        index_n_heads=16, index_head_dim=16, index_topk=5, hc_mult=4, moe_intermediate_size=16,
-        n_routed_experts=4, num_experts_per_tok=2, max_position_embeddings=512,
+        vocab_size=32,
+        hidden_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        head_dim=32,
+        q_lora_rank=24,
+        partial_rotary_factor=0.25,
+        layer_types=[SLIDING, CSA, HCA],
+        sliding_window=8,
+        o_groups=2,
+        o_lora_rank=12,
+        compress_rates={CSA: 4, HCA: 8},
+        index_n_heads=16,
+        index_head_dim=16,
+        index_topk=5,
+        hc_mult=4,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
         rope_parameters=rope,
-    )  # fmt: skip
+    )
     made = DeepseekV4Config(**sizes | changes)
     made._attn_implementation = "eager"
     return made
@@ -127,9 +142,12 @@ class Attention:
         hf, cache, x = self.hf, DynamicCache(config=self.config), x[None]
         positions = torch.arange(x.shape[1])[None]
         mask = hf.create_sliding_window_causal_mask(
-            config=self.config, inputs_embeds=x, attention_mask=None,
-            past_key_values=_OfLayer(cache, self.module.layer_idx), position_ids=positions,
-        )  # fmt: skip
+            config=self.config,
+            inputs_embeds=x,
+            attention_mask=None,
+            past_key_values=_OfLayer(cache, self.module.layer_idx),
+            position_ids=positions,
+        )
         with torch.no_grad():
             return self.module(x, self.angles(positions), positions, mask, cache)[0][0]
 
@@ -138,21 +156,31 @@ class Attention:
         a, c = self.module, self.module.compressor
         groups, ranks = self.config.o_groups, self.config.o_lora_rank
         found = dict(
-            w_dq=a.q_a_proj.weight.T, w_uq=a.q_b_proj.weight.T, w_kv=a.kv_proj.weight.T,
-            gamma_cq=a.q_a_norm.weight, gamma_kv=a.kv_norm.weight, sinks=a.sinks,
-            w_o_a=a.o_a_proj.weight.view(groups, ranks, -1).mT, w_o_b=a.o_b_proj.weight.T,
-        )  # fmt: skip
+            w_dq=a.q_a_proj.weight.T,
+            w_uq=a.q_b_proj.weight.T,
+            w_kv=a.kv_proj.weight.T,
+            gamma_cq=a.q_a_norm.weight,
+            gamma_kv=a.kv_norm.weight,
+            sinks=a.sinks,
+            w_o_a=a.o_a_proj.weight.view(groups, ranks, -1).mT,
+            w_o_b=a.o_b_proj.weight.T,
+        )
         if c is not None:
             found |= dict(
-                w_cmp_kv=c.kv_proj.weight, w_cmp_gate=c.gate_proj.weight, cmp_ape=c.position_bias,
+                w_cmp_kv=c.kv_proj.weight,
+                w_cmp_gate=c.gate_proj.weight,
+                cmp_ape=c.position_bias,
                 gamma_cmp=c.kv_norm.weight,
-            )  # fmt: skip
+            )
         if (i := getattr(c, "indexer", None)) is not None:
             found |= dict(
-                w_idx_kv=i.kv_proj.weight, w_idx_gate=i.gate_proj.weight, idx_ape=i.position_bias,
-                gamma_idx=i.kv_norm.weight, w_idx_qb=i.q_b_proj.weight.T,
+                w_idx_kv=i.kv_proj.weight,
+                w_idx_gate=i.gate_proj.weight,
+                idx_ape=i.position_bias,
+                gamma_idx=i.kv_norm.weight,
+                w_idx_qb=i.q_b_proj.weight.T,
                 w_idx_proj=i.scorer.weights_proj.weight.T,
-            )  # fmt: skip
+            )
         return {name: w.detach().contiguous() for name, w in found.items()}
 
 

@@ -363,9 +363,13 @@ _ATOMIC = threading.Lock()
 
 def _described(base, shape, strides, block_shape, layout):
     return SimpleNamespace(
-        base=base, dtype=base.dtype, shape=shape, strides=strides, block_shape=block_shape,
+        base=base,
+        dtype=base.dtype,
+        shape=shape,
+        strides=strides,
+        block_shape=block_shape,
         layout=layout,
-    )  # fmt: skip
+    )
 
 
 def _scan(x, axis, combine, reverse=False):
@@ -413,7 +417,7 @@ class Kernel:
                 if constant[n] or named[n] is None or hasattr(named[n], "block_shape")
                 else Pointer.of(named[n])
                 for n in constant
-            }  # fmt: skip
+            }
             self.language.num_programs = grid.__getitem__
 
             def run(number, place):
@@ -435,17 +439,36 @@ class Kernel:
 def stand_in(monkeypatch, *modules, at=None):
     """The kernels of these modules, and what of theirs they call, run here."""
     gl = SimpleNamespace(
-        copies=Own("copies"), barriers=Own("barriers"), at=at or At(), load=_load, store=_store,
-        float8e4nv=torch.float8_e4m3fn, int32=torch.int32, int64=torch.int64, uint32=torch.uint32,
-        float32=torch.float32, bfloat16=torch.bfloat16,
-        constexpr=lambda x: x, static_range=range, num_warps=lambda: 8,
-        reshape=torch.reshape, permute=torch.permute, min=torch.amin, exp=torch.exp,
-        join=lambda a, b: torch.stack((a, b), -1), split=lambda x: x.unbind(-1), log=torch.log,
-        sqrt=torch.sqrt, rsqrt=torch.rsqrt, associative_scan=_scan,
-        allocate_shared_memory=_allocate, convert_layout=lambda x, layout: x,
+        copies=Own("copies"),
+        barriers=Own("barriers"),
+        at=at or At(),
+        load=_load,
+        store=_store,
+        float8e4nv=torch.float8_e4m3fn,
+        int32=torch.int32,
+        int64=torch.int64,
+        uint32=torch.uint32,
+        float32=torch.float32,
+        bfloat16=torch.bfloat16,
+        constexpr=lambda x: x,
+        static_range=range,
+        num_warps=lambda: 8,
+        reshape=torch.reshape,
+        permute=torch.permute,
+        min=torch.amin,
+        exp=torch.exp,
+        join=lambda a, b: torch.stack((a, b), -1),
+        split=lambda x: x.unbind(-1),
+        log=torch.log,
+        sqrt=torch.sqrt,
+        rsqrt=torch.rsqrt,
+        associative_scan=_scan,
+        allocate_shared_memory=_allocate,
+        convert_layout=lambda x, layout: x,
         where=lambda condition, a, b: torch.where(_block(condition), _block(a), _block(b)),
         full=lambda shape, value, dtype, layout: _unknown(dtype, shape).copy_(_block(value)),
-        log2=torch.log2, atomic_add=_atomic_add,
+        log2=torch.log2,
+        atomic_add=_atomic_add,
         arange=lambda lo, hi, layout=None: _block(torch.arange(lo, hi, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout=None: _unknown(dtype, shape).zero_(),
         minimum=lambda a, b: torch.minimum(_block(a), _block(b)),
@@ -453,8 +476,10 @@ def stand_in(monkeypatch, *modules, at=None):
         maximum=lambda a, b, propagate_nan=None: (torch.maximum if propagate_nan else torch.fmax)(
             _block(a), _block(b)
         ),
-        max=torch.amax, sum=lambda x, axis: x.sum(axis, dtype=x.dtype), exp2=torch.exp2,
-    )  # fmt: skip
+        max=torch.amax,
+        sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
+        exp2=torch.exp2,
+    )
     gl.program_id = lambda axis: Program.now.get().place[axis]
     gl.warp_specialize = gl.barriers.warp_specialize
     gl.NVMMASharedLayout = Stripes

@@ -58,8 +58,9 @@ class _Walk:
         self.scope, self.known, self.of, self.to = kernel.fn.__globals__, known, of, to
         tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
         self.body = tree.body[0].body
-        self.locals = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)
-                       and isinstance(x.ctx, ast.Store)} | set(kernel.arg_names)  # fmt: skip
+        self.locals = {
+            x.id for x in ast.walk(tree) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
+        } | set(kernel.arg_names)
 
     def value(self, node: ast.expr) -> Any:
         names = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}

@@ -44,9 +44,14 @@ RECORD = Path(__file__).with_suffix(".json")
 CPU = torch.device("cpu")
 OPS = [spec for spec in SPECS if backends.has_kernel(backends.CUDA, spec)]
 BEYOND = (
-    portable._attention, portable._sparse, portable._gradients, portable._indexer,
-    portable._prologs, portable._delta_rule, portable._compressor,
-)  # fmt: skip
+    portable._attention,
+    portable._sparse,
+    portable._gradients,
+    portable._indexer,
+    portable._prologs,
+    portable._delta_rule,
+    portable._compressor,
+)
 COMPOSED = {
     "npu_sparse_attention_pto", "npu_sparse_attention_shared_pto",
     "npu_sparse_attention_indices_pto", "npu_sparse_attention_v4_pto",
@@ -209,9 +214,12 @@ def _selections() -> Iterator[tuple[str, str, Callable[..., dict[str, Any]]]]:
 
         def make(at: torch.device, seed: int, s: int = rows, n: int = keys) -> dict[str, Any]:
             return dict(
-                query=_on_cpu(1, s, 16, 128), key=_on_cpu(1, n, 1, 128),
-                weights=_on_cpu(1, s, 16), sparse_count=2048, return_value=s % 2 > 0,
-            )  # fmt: skip
+                query=_on_cpu(1, s, 16, 128),
+                key=_on_cpu(1, n, 1, 128),
+                weights=_on_cpu(1, s, 16),
+                sparse_count=2048,
+                return_value=s % 2 > 0,
+            )
 
         yield "npu_lightning_indexer", f"{rows} x {keys}", make
 

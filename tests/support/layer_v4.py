@@ -29,12 +29,30 @@ def table(requests: int, columns: int, g: random.Random) -> tuple[Tensor, int]:
 
 
 def drawn(
-    kind: str, device: Any, dtype: torch.dtype = torch.float16, *, starts: Sequence[int] = (14, 0),
-    steps: int = 6, used: Sequence[int] | None = (6, 4), m: int = 4, entry_page: int = 2,
-    H: int = 48, Rq: int = 32, D: int = 32, Dr: int = 8, Ni: int = 16, Di: int = 16,
-    heads: int = 4, groups: int = 2, Ro: int = 16, output: bool = True, mode: int = 2,
-    window: int = 8, holes: bool = True, quant: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+    kind: str,
+    device: Any,
+    dtype: torch.dtype = torch.float16,
+    *,
+    starts: Sequence[int] = (14, 0),
+    steps: int = 6,
+    used: Sequence[int] | None = (6, 4),
+    m: int = 4,
+    entry_page: int = 2,
+    H: int = 48,
+    Rq: int = 32,
+    D: int = 32,
+    Dr: int = 8,
+    Ni: int = 16,
+    Di: int = 16,
+    heads: int = 4,
+    groups: int = 2,
+    Ro: int = 16,
+    output: bool = True,
+    mode: int = 2,
+    window: int = 8,
+    holes: bool = True,
+    quant: int = 0,
+) -> dict[str, Any]:
     """Caches are full of numbers and hold 48 tokens a request; `holes`: of -1 among pages; `quant`:
     `weight_quant_mode`."""
     B = len(starts)
@@ -54,14 +72,27 @@ def drawn(
     rows, pages = table(B, 3, g)
     rows[: int(holes), 1] = -1
     given: dict[str, Any] = dict(
-        x=normal(B, steps, H), w_dq=matrix(H, Rq, deep=H), w_uq=matrix(Rq, heads * D, deep=Rq),
-        w_kv=matrix(H, D, deep=H), gamma_cq=normal(Rq), gamma_kv=normal(D),
-        sinks=normal(heads, dtype=wide), sin=normal(B, steps, Dr), cos=normal(B, steps, Dr),
-        ori_kv=normal(pages, PAGE, 1, D), ori_block_table=rows.int().to(device),
-        act_seqs=ints([max(0, a + (steps if used is None else n)) for a, n in zip(
-            starts, used or [0] * B, strict=True)]),
-        seqused=None if used is None else ints(used), ori_win_left=window - 1, weight_format="nd",
-    )  # fmt: skip
+        x=normal(B, steps, H),
+        w_dq=matrix(H, Rq, deep=H),
+        w_uq=matrix(Rq, heads * D, deep=Rq),
+        w_kv=matrix(H, D, deep=H),
+        gamma_cq=normal(Rq),
+        gamma_kv=normal(D),
+        sinks=normal(heads, dtype=wide),
+        sin=normal(B, steps, Dr),
+        cos=normal(B, steps, Dr),
+        ori_kv=normal(pages, PAGE, 1, D),
+        ori_block_table=rows.int().to(device),
+        act_seqs=ints(
+            [
+                max(0, a + (steps if used is None else n))
+                for a, n in zip(starts, used or [0] * B, strict=True)
+            ]
+        ),
+        seqused=None if used is None else ints(used),
+        ori_win_left=window - 1,
+        weight_format="nd",
+    )
     if output:
         given["w_o_a"] = matrix(groups, heads // groups * D, Ro, deep=heads // groups * D)
         given["w_o_b"] = matrix(groups * Ro, H, deep=groups * Ro)
@@ -72,21 +103,31 @@ def drawn(
     entries[: int(holes), 1] = -1
     windows = -(-steps // m)
     given |= dict(
-        cmp_ratio=m, cmp_sin=normal(B, windows, Dr), cmp_cos=normal(B, windows, Dr),
-        state_block_table=states.int().to(device), cmp_block_table=entries.int().to(device),
-        w_cmp_kv=matrix(coff * D, H, deep=H), w_cmp_gate=matrix(coff * D, H, deep=H),
-        cmp_ape=normal(m, coff * D, dtype=wide), gamma_cmp=normal(D, dtype=wide),
+        cmp_ratio=m,
+        cmp_sin=normal(B, windows, Dr),
+        cmp_cos=normal(B, windows, Dr),
+        state_block_table=states.int().to(device),
+        cmp_block_table=entries.int().to(device),
+        w_cmp_kv=matrix(coff * D, H, deep=H),
+        w_cmp_gate=matrix(coff * D, H, deep=H),
+        cmp_ape=normal(m, coff * D, dtype=wide),
+        gamma_cmp=normal(D, dtype=wide),
         cmp_state=normal(state_pages, 3, 2 * coff * D, dtype=wide),
-        cmp_kv=normal(entry_pages, entry_page, 1, D), state_mode=mode,
-    )  # fmt: skip
+        cmp_kv=normal(entry_pages, entry_page, 1, D),
+        state_mode=mode,
+    )
     if kind == "CSA":
         given |= dict(
-            w_idx_qb=matrix(Rq, Ni * Di, deep=Rq), w_idx_proj=matrix(H, Ni, deep=H),
-            w_idx_kv=matrix(coff * Di, H, deep=H), w_idx_gate=matrix(coff * Di, H, deep=H),
-            idx_ape=normal(m, coff * Di, dtype=wide), gamma_idx=normal(Di, dtype=wide),
+            w_idx_qb=matrix(Rq, Ni * Di, deep=Rq),
+            w_idx_proj=matrix(H, Ni, deep=H),
+            w_idx_kv=matrix(coff * Di, H, deep=H),
+            w_idx_gate=matrix(coff * Di, H, deep=H),
+            idx_ape=normal(m, coff * Di, dtype=wide),
+            gamma_idx=normal(Di, dtype=wide),
             idx_state=normal(state_pages, 3, 2 * coff * Di, dtype=wide),
-            idx_k=normal(entry_pages, entry_page, 1, Di), sparse_count=3,
-        )  # fmt: skip
+            idx_k=normal(entry_pages, entry_page, 1, Di),
+            sparse_count=3,
+        )
     return given | of_8_bits(given, quant)
 
 

@@ -55,8 +55,16 @@ class Device:
         def launched(*args: Any, **named: Any) -> CompiledKernel:
             given = dict(zip(kernel.arg_names, args, strict=False)) | named
             again = partial(self.again, kernel)
-            again(*(*grid, 1, 1)[:3], 0, None, None, None, None, None,
-                  *(given.get(p.name, p.default) for p in kernel.params))  # fmt: skip
+            again(
+                *(*grid, 1, 1)[:3],
+                0,
+                None,
+                None,
+                None,
+                None,
+                None,
+                *(given.get(p.name, p.default) for p in kernel.params),
+            )
             compiled = object.__new__(CompiledKernel)
             compiled.module = compiled.function = compiled.packed_metadata = None
             compiled._run = again

@@ -95,10 +95,16 @@ class Problem:
                 scales[number, :here, 0] = self.k_scale[at : at + here]
                 at += here
         lengths = torch.tensor(self.keys, dtype=torch.int32)
-        return self.packed(
-            key=values, key_dequant_scale=scales, block_table=table, layout_key="PA_BSND",
-            actual_seq_lengths_key=lengths,
-        ) | more  # fmt: skip
+        return (
+            self.packed(
+                key=values,
+                key_dequant_scale=scales,
+                block_table=table,
+                layout_key="PA_BSND",
+                actual_seq_lengths_key=lengths,
+            )
+            | more
+        )
 
     def check(self, arguments: dict, device, backend) -> None:
         mode, count = arguments.get("sparse_mode", 3), arguments["sparse_count"]

@@ -323,9 +323,13 @@ def _narrow(dtype: torch.dtype) -> torch.dtype:
 def _kv_quant_sparse_flash_attention(m: Maker, B: int = 2, S: int = 3) -> Arguments:
     rows = torch.zeros(B, 32, 1, 656, dtype=torch.int8, device=m.device)
     custom.npu_latent_cache_write(
-        m.normal(B * 32, 512), m.normal(B * 32, 64, dtype=_narrow(m.dtype)), rows,
-        torch.arange(B * 32, device=m.device), kind="int8", row_layout="nope_rope_scale",
-    )  # fmt: skip
+        m.normal(B * 32, 512),
+        m.normal(B * 32, 64, dtype=_narrow(m.dtype)),
+        rows,
+        torch.arange(B * 32, device=m.device),
+        kind="int8",
+        row_layout="nope_rope_scale",
+    )
     return dict(
         query=m.normal(B, S, 4, 576),
         key=rows,
@@ -373,9 +377,13 @@ def _kv_quant_sparse_attn_sharedkv(m: Maker, B: int = 2, S: int = 3) -> Argument
     for cache in (rows, entries):
         count = cache.shape[:2].numel()
         custom.npu_latent_cache_write(
-            m.normal(count, 448), m.normal(count, 64, dtype=torch.bfloat16), cache,
-            torch.arange(count, device=m.device), kind="fp8", row_layout="v4",
-        )  # fmt: skip
+            m.normal(count, 448),
+            m.normal(count, 64, dtype=torch.bfloat16),
+            cache,
+            torch.arange(count, device=m.device),
+            kind="fp8",
+            row_layout="v4",
+        )
     table = m.ints(*range(B)).view(B, 1)
     return dict(
         q=m.normal(B, S, 4, 512),

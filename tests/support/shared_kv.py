@@ -29,9 +29,19 @@ class Problem:
     `m` 0 is sliding, `count` None all entries; else indices with -1, hidden and equal ones."""
 
     def __init__(
-        self, requests=RAGGED, m=4, count=None, window=8, heads=4, size=32, page=16, entry_page=2,
-        sinks=True, scale=None, seed=0,
-    ):  # fmt: skip
+        self,
+        requests=RAGGED,
+        m=4,
+        count=None,
+        window=8,
+        heads=4,
+        size=32,
+        page=16,
+        entry_page=2,
+        sinks=True,
+        scale=None,
+        seed=0,
+    ):
         draw = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
@@ -203,9 +213,13 @@ def packed(cache: Tensor, between: int = 0) -> Tensor:
     flat = cache.flatten(0, 2)
     slots = torch.arange(len(flat), device=cache.device).masked_fill(flat.isnan().any(-1), -1)
     custom.npu_latent_cache_write(
-        flat[:, :448].contiguous(), flat[:, 448:].bfloat16(), rows, slots, kind="fp8",
+        flat[:, :448].contiguous(),
+        flat[:, 448:].bfloat16(),
+        rows,
+        slots,
+        kind="fp8",
         row_layout="v4",
-    )  # fmt: skip
+    )
     return rows
 
 

@@ -13,9 +13,25 @@ from torch import Tensor
 
 
 def arguments(
-    dtype, B=2, S=2, N=16, R=32, D=16, K=24, S2=96, P=16, query="BSND", keys="PA_BSND", mode=3,
-    span=1, rows=None, lengths=None, joined=False, own_value=False, index=torch.int32,
-):  # fmt: skip
+    dtype,
+    B=2,
+    S=2,
+    N=16,
+    R=32,
+    D=16,
+    K=24,
+    S2=96,
+    P=16,
+    query="BSND",
+    keys="PA_BSND",
+    mode=3,
+    span=1,
+    rows=None,
+    lengths=None,
+    joined=False,
+    own_value=False,
+    index=torch.int32,
+):
     """(arguments of both stages): `rows` and `lengths` are prefix sums where the layout is TND."""
 
     def normal(*shape):

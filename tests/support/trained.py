@@ -13,8 +13,9 @@ from torch import Tensor
 
 def with_leaves(names: Sequence[str], x: dict[str, Any]) -> dict[str, Any]:
     """`x` with leaves of a graph of their own under `names`, where they are given."""
-    return {n: y.detach().requires_grad_() if n in names and y is not None else y
-            for n, y in x.items()}  # fmt: skip
+    return {
+        n: y.detach().requires_grad_() if n in names and y is not None else y for n, y in x.items()
+    }
 
 
 def gradients(

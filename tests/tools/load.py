@@ -62,13 +62,27 @@ class Sizes:
 
 SMALL = Sizes(
     dict(h=64, ranks=48, n=4, plain=16, rank=32, rotary=16, index=(16, 32)),
-    2, 4, 16, page=16, columns=5, pages=14, rows=4, kept=24,
-)  # fmt: skip
+    2,
+    4,
+    16,
+    page=16,
+    columns=5,
+    pages=14,
+    rows=4,
+    kept=24,
+)
 # a shard of DeepSeek-V3.2's layer, and of Qwen3-Next's
 WIDE = Sizes(
     dict(h=7168, ranks=1536, n=16, plain=128, rank=512, rotary=64, index=(64, 128)),
-    4, 8, 128, page=64, columns=64, pages=300, rows=8, kept=1024,
-)  # fmt: skip
+    4,
+    8,
+    128,
+    page=64,
+    columns=64,
+    pages=300,
+    rows=8,
+    kept=1024,
+)
 
 
 class Step(torch.nn.Module):
@@ -158,10 +172,17 @@ class Step(torch.nn.Module):
     def delta(self, index: Tensor, slots: Tensor, **pools: Tensor) -> dict[str, Any]:
         """`index` [B, S]"""
         return dict(
-            mixed_qkv=self.mixed[index], z=self.gates[index], a=self.a[index], b=self.b[index],
-            conv_weight=self.conv_weight, A_log=self.A_log, dt_bias=self.dt_bias,
-            norm_weight=self.norm, state_indices=slots, **pools,
-        )  # fmt: skip
+            mixed_qkv=self.mixed[index],
+            z=self.gates[index],
+            a=self.a[index],
+            b=self.b[index],
+            conv_weight=self.conv_weight,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            norm_weight=self.norm,
+            state_indices=slots,
+            **pools,
+        )
 
     def forward(self, active: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(the attention's output, its selection, the gated-delta layer's output)"""

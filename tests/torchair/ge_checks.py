@@ -179,10 +179,15 @@ def test_what_cann_lacks_is_refused_by_name(name, value):
     ids=["norm", "head"],
 )
 def test_what_cann_s_hyper_connections_lack_is_refused_by_name(change, message):
-    arguments = dict(
-        x=torch.ones(3, 4, 8, dtype=torch.bfloat16), hc_fn=torch.ones(24, 32),
-        hc_scale=torch.ones(3), hc_base=torch.ones(24),
-    ) | change  # fmt: skip
+    arguments = (
+        dict(
+            x=torch.ones(3, 4, 8, dtype=torch.bfloat16),
+            hc_fn=torch.ones(24, 32),
+            hc_scale=torch.ones(3),
+            hc_base=torch.ones(24),
+        )
+        | change
+    )
     if "hc_fn" in change:
         arguments |= dict(hc_scale=torch.ones(1), hc_base=torch.ones(4))
     with pytest.raises(Exception, match=rf"{message}.*npugraph_ex"):

@@ -46,9 +46,15 @@ WIDE_INDEX: dict[str, Any] = dict(index_n_heads=32, index_head_dim=128, index_to
 # which key is selected, and a second layer would make another text of it
 ONE: dict[str, Any] = dict(WIDE, num_hidden_layers=1, first_k_dense_replace=1)
 YARN: dict[str, Any] = dict(
-    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64,
-    beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
-)  # fmt: skip
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=4.0,
+    original_max_position_embeddings=64,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+)
 
 # Transformers' class knows no other way, vLLM asks
 GLM: dict[str, Any] = dict(MLA, **INDEX, indexer_rope_interleave=True)

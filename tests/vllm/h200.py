@@ -248,9 +248,12 @@ def answer(name: str, root: Path) -> tuple[dict[str, Any], str]:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "tests.vllm.h200", "--part", name, str(root)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             timeout=LIMIT,
-        )  # fmt: skip
+        )
         said = done.stdout
     except subprocess.TimeoutExpired as error:
         said = f"{(error.stdout or b'').decode()}\nmore than {LIMIT} s"

@@ -86,8 +86,15 @@ def _tile_of(number, plan, tiles, outers, heads, section, rows, other_rows, VARL
     outer = group * section + inside % count
     if VARLEN:
         row = plan + (inside // count).to(gl.int64) * 8
-        return (0, outer, gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3),
-                gl.load(row + 4))  # fmt: skip
+        return (
+            0,
+            outer,
+            gl.load(row),
+            gl.load(row + 1),
+            gl.load(row + 2),
+            gl.load(row + 3),
+            gl.load(row + 4),
+        )
     down = ((outers + section - 1) // section - group) & 1
     tile = gl.where(down == 1, tiles - 1 - inside // count, inside // count)
     return outer // heads, outer % heads, 0, rows, 0, other_rows, tile
@@ -135,8 +142,19 @@ def _ping_pong(BARRIER: gl.constexpr, ARRIVE: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, row_max, row_sum, row, begin, shift, columns, window, scale_log2,
-             MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+def _softmax(
+    s,
+    row_max,
+    row_sum,
+    row,
+    begin,
+    shift,
+    columns,
+    window,
+    scale_log2,
+    MASKED: gl.constexpr,
+    C: gl.constexpr,
+):
     """(p of even columns, of odd ones, row_max, row_sum, alpha) after scores s [64, BLOCK_N] of the
     keys from `begin` on; row_max is unscaled, row_sum in parts."""
     MS: gl.constexpr = s.type.layout
@@ -202,9 +220,25 @@ def _scores(s_zero, shared, place, stage, C: gl.constexpr):
 
 
 @gluon.jit
-def _step(s_zero, acc, p, row_max, row_sum, row, place, shared, count, block, shift,
-          columns, window, scale_log2, WG: gl.constexpr, MASKED: gl.constexpr,
-          C: gl.constexpr):  # fmt: skip
+def _step(
+    s_zero,
+    acc,
+    p,
+    row_max,
+    row_sum,
+    row,
+    place,
+    shared,
+    count,
+    block,
+    shift,
+    columns,
+    window,
+    scale_log2,
+    WG: gl.constexpr,
+    MASKED: gl.constexpr,
+    C: gl.constexpr,
+):
     """Scores of block `block` while p of the block before is multiplied with its values."""
     MO: gl.constexpr = acc.type.layout
     p_at = _operand(p, shared.v.dtype, MO)
@@ -265,12 +299,18 @@ def _next_rows(posted, full, tile_count, QUEUE: gl.constexpr):
 
 @gluon.jit
 def _forward_consumer(
-    shared, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row, WG: gl.constexpr,
+    shared,
+    o_desc,
+    lse,
+    scale_log2,
+    window,
+    lse_batch,
+    lse_head,
+    lse_row,
+    WG: gl.constexpr,
     C: gl.constexpr,
-):  # fmt: skip
-    (
-        _q, _k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full
-    ) = shared  # fmt: skip
+):
+    (_q, _k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full) = shared
     BLOCK_M: gl.constexpr = 64 * C.NC
     OWN_O: gl.constexpr = C.D + C.V < 512  # else o takes the place of q
     MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
@@ -321,30 +361,84 @@ def _forward_consumer(
         row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, MS))
         row_sum = gl.zeros([64, 4], gl.float32, layout=SUMS)
         even, odd, row_max, row_sum, _alpha = _softmax(
-            s, row_max, row_sum, row, (top - 1) * C.BLOCK_N, shift, columns, window, scale_log2,
-            True, C
-        )  # fmt: skip
+            s,
+            row_max,
+            row_sum,
+            row,
+            (top - 1) * C.BLOCK_N,
+            shift,
+            columns,
+            window,
+            scale_log2,
+            True,
+            C,
+        )
         p = _pairs(even, odd, v.dtype)
         acc = gl.full([64, C.V], 0.0, gl.float32, layout=MO)
         count += 1
         for back in range(0, top - 1 - full_high):
             acc, p, row_max, row_sum = _step(
-                s_zero, acc, p, row_max, row_sum, row, place, shared, count,
-                top - 2 - back, shift, columns, window, scale_log2, WG, True, C,
-            )  # fmt: skip
+                s_zero,
+                acc,
+                p,
+                row_max,
+                row_sum,
+                row,
+                place,
+                shared,
+                count,
+                top - 2 - back,
+                shift,
+                columns,
+                window,
+                scale_log2,
+                WG,
+                True,
+                C,
+            )
             count += 1
         for back in range(0, full_high - full_low):
             acc, p, row_max, row_sum = _step(
-                s_zero, acc, p, row_max, row_sum, row, place, shared, count,
-                full_high - 1 - back, shift, columns, window, scale_log2, WG, False, C,
-            )  # fmt: skip
+                s_zero,
+                acc,
+                p,
+                row_max,
+                row_sum,
+                row,
+                place,
+                shared,
+                count,
+                full_high - 1 - back,
+                shift,
+                columns,
+                window,
+                scale_log2,
+                WG,
+                False,
+                C,
+            )
             count += 1
         if C.WINDOW:
             for back in range(0, full_low - low):
                 acc, p, row_max, row_sum = _step(
-                    s_zero, acc, p, row_max, row_sum, row, place, shared, count,
-                    full_low - 1 - back, shift, columns, window, scale_log2, WG, True, C,
-                )  # fmt: skip
+                    s_zero,
+                    acc,
+                    p,
+                    row_max,
+                    row_sum,
+                    row,
+                    place,
+                    shared,
+                    count,
+                    full_low - 1 - back,
+                    shift,
+                    columns,
+                    window,
+                    scale_log2,
+                    WG,
+                    True,
+                    C,
+                )
                 count += 1
         v_stage = (count - 1) % C.VS
         mbarrier.wait(v_full.index(v_stage), ((count - 1) // C.VS) & 1)
@@ -389,12 +483,23 @@ def _forward_consumer(
 
 @gluon.jit
 def _forward_producer(
-    shared, counter, q_desc, k_desc, v_desc, plan, window, tiles, outers, heads, section, n_q,
-    n_k, total, C: gl.constexpr,
-):  # fmt: skip
-    (
-        q, k, v, _o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full
-    ) = shared  # fmt: skip
+    shared,
+    counter,
+    q_desc,
+    k_desc,
+    v_desc,
+    plan,
+    window,
+    tiles,
+    outers,
+    heads,
+    section,
+    n_q,
+    n_k,
+    total,
+    C: gl.constexpr,
+):
+    (q, k, v, _o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full) = shared
     NC: gl.constexpr = C.NC
     BLOCK_M: gl.constexpr = 64 * NC
     PIECES: gl.constexpr = C.D // C.W
@@ -432,9 +537,10 @@ def _forward_producer(
                         q_desc,
                         at(batch, head, first_q, rows, tile * BLOCK_M + wg * 64, C.VARLEN, i * C.W),
                         q_full.index(place),
-                        reinterpret(q.index(place * PIECES + i), q.dtype, q_desc.block_shape,
-                                    q_desc.layout),
-                    )  # fmt: skip
+                        reinterpret(
+                            q.index(place * PIECES + i), q.dtype, q_desc.block_shape, q_desc.layout
+                        ),
+                    )
             tile_count += 1
             for back in range(0, top - low + 1):
                 # the keys of a block travel ahead of the values of the block before
@@ -445,13 +551,23 @@ def _forward_producer(
                     for i in gl.static_range(PIECES):
                         tma_load(
                             k_desc,
-                            at(batch, kv_head, first_k, columns, (top - 1 - back) * C.BLOCK_N,
-                            C.VARLEN,
-                               i * C.W),
+                            at(
+                                batch,
+                                kv_head,
+                                first_k,
+                                columns,
+                                (top - 1 - back) * C.BLOCK_N,
+                                C.VARLEN,
+                                i * C.W,
+                            ),
                             k_full.index(stage),
-                            reinterpret(k.index(stage * PIECES + i), k.dtype, k_desc.block_shape,
-                                        k_desc.layout),
-                        )  # fmt: skip
+                            reinterpret(
+                                k.index(stage * PIECES + i),
+                                k.dtype,
+                                k_desc.block_shape,
+                                k_desc.layout,
+                            ),
+                        )
                 if back > 0:
                     stage = (count - 1) % C.VS
                     mbarrier.wait(v_empty.index(stage), (((count - 1) // C.VS) & 1) ^ 1)
@@ -461,7 +577,7 @@ def _forward_producer(
                         at(batch, kv_head, first_k, columns, (top - back) * C.BLOCK_N, C.VARLEN),
                         v_full.index(stage),
                         reinterpret(v.index(stage), v.dtype, v_desc.block_shape, v_desc.layout),
-                    )  # fmt: skip
+                    )
                 count += 1
             count -= 1
         number = following
@@ -478,9 +594,27 @@ def _forward_producer(
     ]
 )  # fmt: skip
 def _forward_hopper(
-    q_desc, k_desc, v_desc, o_desc, lse, plan, counter, scale_log2, window, tiles, outers, heads,
-    section, n_q, n_k, total, lse_batch, lse_head, lse_row, C: gl.constexpr,
-):  # fmt: skip
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    lse,
+    plan,
+    counter,
+    scale_log2,
+    window,
+    tiles,
+    outers,
+    heads,
+    section,
+    n_q,
+    n_k,
+    total,
+    lse_batch,
+    lse_head,
+    lse_row,
+    C: gl.constexpr,
+):
     """NC consumer warpgroups of 64 rows each and a producer; programs walk over many tiles."""
     NC: gl.constexpr = C.NC
     QUEUE: gl.constexpr = C.QUEUE
@@ -526,45 +660,132 @@ def _forward_hopper(
     if NC == 2:
         gl.warp_specialize(
             [
-                (_forward_consumer, (
-                    shared, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
-                    gl.constexpr(0), C,
-                )),
-                (_forward_consumer, (
-                    shared, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
-                    gl.constexpr(1), C,
-                )),
-                (_forward_producer, (
-                    shared, counter, q_desc, k_desc, v_desc, plan, window, tiles, outers, heads,
-                    section, n_q, n_k, total, C,
-                )),
+                (
+                    _forward_consumer,
+                    (
+                        shared,
+                        o_desc,
+                        lse,
+                        scale_log2,
+                        window,
+                        lse_batch,
+                        lse_head,
+                        lse_row,
+                        gl.constexpr(0),
+                        C,
+                    ),
+                ),
+                (
+                    _forward_consumer,
+                    (
+                        shared,
+                        o_desc,
+                        lse,
+                        scale_log2,
+                        window,
+                        lse_batch,
+                        lse_head,
+                        lse_row,
+                        gl.constexpr(1),
+                        C,
+                    ),
+                ),
+                (
+                    _forward_producer,
+                    (
+                        shared,
+                        counter,
+                        q_desc,
+                        k_desc,
+                        v_desc,
+                        plan,
+                        window,
+                        tiles,
+                        outers,
+                        heads,
+                        section,
+                        n_q,
+                        n_k,
+                        total,
+                        C,
+                    ),
+                ),
             ],
             [4, 1],
             [C.REGISTERS, 24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_forward_consumer, (
-                    shared, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
-                    gl.constexpr(0), C,
-                )),
-                (_forward_consumer, (
-                    shared, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
-                    gl.constexpr(1), C,
-                )),
-                (_forward_consumer, (
-                    shared, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
-                    gl.constexpr(2), C,
-                )),
-                (_forward_producer, (
-                    shared, counter, q_desc, k_desc, v_desc, plan, window, tiles, outers, heads,
-                    section, n_q, n_k, total, C,
-                )),
+                (
+                    _forward_consumer,
+                    (
+                        shared,
+                        o_desc,
+                        lse,
+                        scale_log2,
+                        window,
+                        lse_batch,
+                        lse_head,
+                        lse_row,
+                        gl.constexpr(0),
+                        C,
+                    ),
+                ),
+                (
+                    _forward_consumer,
+                    (
+                        shared,
+                        o_desc,
+                        lse,
+                        scale_log2,
+                        window,
+                        lse_batch,
+                        lse_head,
+                        lse_row,
+                        gl.constexpr(1),
+                        C,
+                    ),
+                ),
+                (
+                    _forward_consumer,
+                    (
+                        shared,
+                        o_desc,
+                        lse,
+                        scale_log2,
+                        window,
+                        lse_batch,
+                        lse_head,
+                        lse_row,
+                        gl.constexpr(2),
+                        C,
+                    ),
+                ),
+                (
+                    _forward_producer,
+                    (
+                        shared,
+                        counter,
+                        q_desc,
+                        k_desc,
+                        v_desc,
+                        plan,
+                        window,
+                        tiles,
+                        outers,
+                        heads,
+                        section,
+                        n_q,
+                        n_k,
+                        total,
+                        C,
+                    ),
+                ),
             ],
             [4, 4, 1],
             [C.REGISTERS, C.REGISTERS, 24],
-        )  # fmt: skip
+        )
 
 
 # Bytes of keys and values whose heads take turns, of 50 MB of L2; from half to twice as many where
@@ -597,9 +818,15 @@ def _most(costs: list[int], outers: int, section: int, programs: int) -> float:
 
 @cache
 def _section(
-    rows: int, n_q: int, n_k: int, kv_len: int | None, outers: int, group: int, wanted: int,
+    rows: int,
+    n_q: int,
+    n_k: int,
+    kv_len: int | None,
+    outers: int,
+    group: int,
+    wanted: int,
     programs: int,
-) -> int:  # fmt: skip
+) -> int:
     """How many heads take turns, `wanted` groups or so: where the tiles of a section are about as
     many as the programs, the same programs would take the longest of every section.  `kv_len`: keys
     that a causal row sees at most; None: tiles cost the same, or are not dealt out.
@@ -682,17 +909,35 @@ def launch(
     programs = min(total, gpu.num_sms(q.device))
     wanted = max(1, _SHARE // (sizes.keys * (size + v_size) * 2))
     kv_len = (window or sizes.n_k) if causal and listed is None else None
-    section = _section(
-        rows, sizes.n_q, sizes.n_k, kv_len, outers, sizes.group, wanted, programs
-    )  # fmt: skip
+    section = _section(rows, sizes.n_q, sizes.n_k, kv_len, outers, sizes.group, wanted, programs)
     launches.kernel(_forward_hopper, programs)(
-        describe(q, 64, width, varlen), describe(k, keys, width, varlen),
-        describe(v, keys, v_size, varlen), describe(o, 64, v_size, varlen),
-        lse, listed, counter, scale * LOG2E.value, min(window or 0, 2**30), tiles,
-        outers, sizes.heads, section, sizes.n_q, sizes.n_k, total, *row_strides(lse),
+        describe(q, 64, width, varlen),
+        describe(k, keys, width, varlen),
+        describe(v, keys, v_size, varlen),
+        describe(o, 64, v_size, varlen),
+        lse,
+        listed,
+        counter,
+        scale * LOG2E.value,
+        min(window or 0, 2**30),
+        tiles,
+        outers,
+        sizes.heads,
+        section,
+        sizes.n_q,
+        sizes.n_k,
+        total,
+        *row_strides(lse),
         C=Constants(
-            D=size, V=v_size, W=width, GROUP=sizes.group, CAUSAL=causal, WINDOW=window is not None,
-            VARLEN=varlen, REGISTERS=240 if config["NC"] == 2 else 160, **config,
+            D=size,
+            V=v_size,
+            W=width,
+            GROUP=sizes.group,
+            CAUSAL=causal,
+            WINDOW=window is not None,
+            VARLEN=varlen,
+            REGISTERS=240 if config["NC"] == 2 else 160,
+            **config,
         ),
         num_warps=4,
-    )  # fmt: skip
+    )

@@ -120,8 +120,16 @@ def _tile_of(ticket, plan, tiles, outers, heads, section, rows, other_rows, C: g
     outer = group * section + inside % count
     if C.VARLEN:
         row = plan + (inside // count).to(gl.int64) * 8
-        return (0, outer, gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3),
-                gl.load(row + 4), gl.load(row + 5))  # fmt: skip
+        return (
+            0,
+            outer,
+            gl.load(row),
+            gl.load(row + 1),
+            gl.load(row + 2),
+            gl.load(row + 3),
+            gl.load(row + 4),
+            gl.load(row + 5),
+        )
     tile = inside // count
     # the first keys are seen by most queries: longest first, unless tiles add in turn
     if C.IN_TURN:
@@ -170,8 +178,12 @@ def _add(sums, part, BLOCK_M: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr
     at = (sums + (a * (16 * WIDTH) + d // 4 * 128 + c * 16 + d % 4 * 4)).to(gl.int64)
     gl.inline_asm_elementwise(
         "red.global.relaxed.gpu.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
-        "=r,l,f,f,f,f", [at, even_low, odd_low, even_high, odd_high], gl.int32, False, 1,
-    )  # fmt: skip
+        "=r,l,f,f,f,f",
+        [at, even_low, odd_low, even_high, odd_high],
+        gl.int32,
+        False,
+        1,
+    )
 
 
 @builtin
@@ -231,9 +243,21 @@ def _wait_for_turn(turn, block, tile, rows, keys, window, C: gl.constexpr):
 
 @gluon.jit
 def _adder(
-    shared, sums, ticket, turns, plan, window, tiles, outers, heads, section, n_q, n_k, padded,
+    shared,
+    sums,
+    ticket,
+    turns,
+    plan,
+    window,
+    tiles,
+    outers,
+    heads,
+    section,
+    n_q,
+    n_k,
+    padded,
     C: gl.constexpr,
-):  # fmt: skip
+):
     """The warp that adds to grad_q."""
     batch, kv_head, _, keys, first_q, rows, tile, piece = _tile_of(
         ticket, plan, tiles, outers, heads, section, n_k, n_q, C
@@ -268,8 +292,24 @@ def _adder(
 
 
 @gluon.jit
-def _step(acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_q, block, tile, rows, keys,
-          window, scale_log2, MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+def _step(
+    acc_k,
+    acc_v,
+    zero_s,
+    zero_q,
+    shared,
+    sums,
+    count,
+    grad_q,
+    block,
+    tile,
+    rows,
+    keys,
+    window,
+    scale_log2,
+    MASKED: gl.constexpr,
+    C: gl.constexpr,
+):
     """One block of queries.  The additions to grad_q run under the product for grad_k; with CARRY
     that product is left in flight, and the scores of the next block are under way behind it."""
     MS: gl.constexpr = zero_s.type.layout
@@ -339,9 +379,25 @@ def _step(acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_q, block, tile
 
 @gluon.jit
 def _consumer(
-    shared, gk_desc, gv_desc, sums, grad_q, ticket, plan, scale, window, tiles, outers, heads,
-    section, n_q, n_k, padded, C: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+    shared,
+    gk_desc,
+    gv_desc,
+    sums,
+    grad_q,
+    ticket,
+    plan,
+    scale,
+    window,
+    tiles,
+    outers,
+    heads,
+    section,
+    n_q,
+    n_k,
+    padded,
+    C: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     k, v = shared.k, shared.v
     MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C.BLOCK_M, 16])
     MK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C.D, 16])
@@ -373,22 +429,64 @@ def _consumer(
                 grad_at = grad_q + (head.to(gl.int64) * padded + place) * C.D
             for block in range(low, full_low):
                 acc_k, acc_v = _step(
-                    acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_at, block, tile, rows,
-                    keys, window, scale_log2, True, C,
-                )  # fmt: skip
+                    acc_k,
+                    acc_v,
+                    zero_s,
+                    zero_q,
+                    shared,
+                    sums,
+                    count,
+                    grad_at,
+                    block,
+                    tile,
+                    rows,
+                    keys,
+                    window,
+                    scale_log2,
+                    True,
+                    C,
+                )
                 count += 1
             for block in range(full_low, full_high):
                 acc_k, acc_v = _step(
-                    acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_at, block, tile, rows,
-                    keys, window, scale_log2, False, C,
-                )  # fmt: skip
+                    acc_k,
+                    acc_v,
+                    zero_s,
+                    zero_q,
+                    shared,
+                    sums,
+                    count,
+                    grad_at,
+                    block,
+                    tile,
+                    rows,
+                    keys,
+                    window,
+                    scale_log2,
+                    False,
+                    C,
+                )
                 count += 1
             if C.WINDOW:
                 for block in range(full_high, top):
                     acc_k, acc_v = _step(
-                        acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_at, block, tile,
-                        rows, keys, window, scale_log2, True, C,
-                    )  # fmt: skip
+                        acc_k,
+                        acc_v,
+                        zero_s,
+                        zero_q,
+                        shared,
+                        sums,
+                        count,
+                        grad_at,
+                        block,
+                        tile,
+                        rows,
+                        keys,
+                        window,
+                        scale_log2,
+                        True,
+                        C,
+                    )
                     count += 1
         if CARRY:
             acc_k = warpgroup_mma_wait(0, deps=[acc_k])
@@ -408,13 +506,18 @@ def _scores(rows, columns, zero, SIZE: gl.constexpr):
     """rows [64, D] times columns [64, D], of which SIZE count; 192 takes two products."""
     if SIZE == 192:
         part = warpgroup_mma(
-            rows.slice(0, 128, dim=1), columns.slice(0, 128, dim=1).permute((1, 0)), zero,
-            use_acc=False, is_async=True,
-        )  # fmt: skip
-        return warpgroup_mma(
-            rows.slice(128, 64, dim=1), columns.slice(128, 64, dim=1).permute((1, 0)), part,
+            rows.slice(0, 128, dim=1),
+            columns.slice(0, 128, dim=1).permute((1, 0)),
+            zero,
+            use_acc=False,
             is_async=True,
-        )  # fmt: skip
+        )
+        return warpgroup_mma(
+            rows.slice(128, 64, dim=1),
+            columns.slice(128, 64, dim=1).permute((1, 0)),
+            part,
+            is_async=True,
+        )
     return warpgroup_mma(rows, columns.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
@@ -439,9 +542,26 @@ def _zeros(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _wide_step(acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, shared, count, grad_q,
-               block, tile, rows, keys, window, scale_log2, MASKED: gl.constexpr,
-               C: gl.constexpr):  # fmt: skip
+def _wide_step(
+    acc_k,
+    more_k,
+    acc_v,
+    more_v,
+    zero_s,
+    zero_q,
+    zero_more,
+    shared,
+    count,
+    grad_q,
+    block,
+    tile,
+    rows,
+    keys,
+    window,
+    scale_log2,
+    MASKED: gl.constexpr,
+    C: gl.constexpr,
+):
     """One block of 64 queries against 64 keys.  Both groups of warps need all of p and of its
     gradient, which go through shared memory; the products for grad_k and grad_v are left in flight,
     and the scores of the next block are under way behind them."""
@@ -522,9 +642,23 @@ def _give(tile, acc, more, scale, SIZE: gl.constexpr):
 
 @gluon.jit
 def _wide_consumer(
-    shared, gk_desc, gv_desc, grad_q, ticket, plan, scale, window, tiles, outers, heads, section,
-    n_q, n_k, padded, C: gl.constexpr,
-):  # fmt: skip
+    shared,
+    gk_desc,
+    gv_desc,
+    grad_q,
+    ticket,
+    plan,
+    scale,
+    window,
+    tiles,
+    outers,
+    heads,
+    section,
+    n_q,
+    n_k,
+    padded,
+    C: gl.constexpr,
+):
     k, v = shared.k, shared.v
     SIZE: gl.constexpr = C.SIZE
     V_SIZE: gl.constexpr = C.V_SIZE
@@ -557,22 +691,70 @@ def _wide_consumer(
                 grad_at += (head.to(gl.int64) * padded + place) * C.SIZE
             for block in range(low, full_low):
                 acc_k, more_k, acc_v, more_v = _wide_step(
-                    acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, shared, count, grad_at,
-                    block, tile, rows, keys, window, scale_log2, True, C,
-                )  # fmt: skip
+                    acc_k,
+                    more_k,
+                    acc_v,
+                    more_v,
+                    zero_s,
+                    zero_q,
+                    zero_more,
+                    shared,
+                    count,
+                    grad_at,
+                    block,
+                    tile,
+                    rows,
+                    keys,
+                    window,
+                    scale_log2,
+                    True,
+                    C,
+                )
                 count += 1
             for block in range(full_low, full_high):
                 acc_k, more_k, acc_v, more_v = _wide_step(
-                    acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, shared, count, grad_at,
-                    block, tile, rows, keys, window, scale_log2, False, C,
-                )  # fmt: skip
+                    acc_k,
+                    more_k,
+                    acc_v,
+                    more_v,
+                    zero_s,
+                    zero_q,
+                    zero_more,
+                    shared,
+                    count,
+                    grad_at,
+                    block,
+                    tile,
+                    rows,
+                    keys,
+                    window,
+                    scale_log2,
+                    False,
+                    C,
+                )
                 count += 1
             if C.WINDOW:
                 for block in range(full_high, top):
                     acc_k, more_k, acc_v, more_v = _wide_step(
-                        acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, shared, count,
-                        grad_at, block, tile, rows, keys, window, scale_log2, True, C,
-                    )  # fmt: skip
+                        acc_k,
+                        more_k,
+                        acc_v,
+                        more_v,
+                        zero_s,
+                        zero_q,
+                        zero_more,
+                        shared,
+                        count,
+                        grad_at,
+                        block,
+                        tile,
+                        rows,
+                        keys,
+                        window,
+                        scale_log2,
+                        True,
+                        C,
+                    )
                     count += 1
         acc_k, acc_v = warpgroup_mma_wait(0, deps=[acc_k, acc_v])
         if SIZE == 192:
@@ -592,9 +774,25 @@ def _wide_consumer(
 
 @gluon.jit
 def _producer(
-    shared, q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, ticket, plan, window, tiles,
-    outers, heads, section, n_q, n_k, padded, C: gl.constexpr,
-):  # fmt: skip
+    shared,
+    q_desc,
+    g_desc,
+    k_desc,
+    v_desc,
+    lse_desc,
+    delta_desc,
+    ticket,
+    plan,
+    window,
+    tiles,
+    outers,
+    heads,
+    section,
+    n_q,
+    n_k,
+    padded,
+    C: gl.constexpr,
+):
     q, g, k, v, lse, delta = shared.q, shared.g, shared.k, shared.v, shared.lse, shared.delta
     full, empty, kv_full = shared.full, shared.empty, shared.kv_full
     batch, kv_head, first_k, keys, first_q, rows, tile, piece = _tile_of(
@@ -618,14 +816,18 @@ def _producer(
                 mbarrier.wait(empty.index(stage), phase)
                 mbarrier.expect(full.index(stage), C.BLOCK_M * (C.D + C.V) * 2 + C.BLOCK_M * 8)
                 tma_load(
-                    q_desc, where, full.index(stage),
+                    q_desc,
+                    where,
+                    full.index(stage),
                     reinterpret(q.index(stage), q.dtype, q_desc.block_shape, q_desc.layout),
-                )  # fmt: skip
+                )
                 tma_load(lse_desc, [row + block * C.BLOCK_M], full.index(stage), lse.index(stage))
                 tma_load(
-                    g_desc, where, full.index(stage),
+                    g_desc,
+                    where,
+                    full.index(stage),
                     reinterpret(g.index(stage), g.dtype, g_desc.block_shape, g_desc.layout),
-                )  # fmt: skip
+                )
                 tma_load(
                     delta_desc, [row + block * C.BLOCK_M], full.index(stage), delta.index(stage)
                 )
@@ -638,10 +840,30 @@ def _producer(
     ]
 )  # fmt: skip
 def _backward_hopper(
-    q_desc, g_desc, k_desc, v_desc, gk_desc, gv_desc, lse_desc, delta_desc, sums, grad_q, turns,
-    plan, scale, window, tiles, outers, heads, section, n_q, n_k, padded, C: gl.constexpr,
+    q_desc,
+    g_desc,
+    k_desc,
+    v_desc,
+    gk_desc,
+    gv_desc,
+    lse_desc,
+    delta_desc,
+    sums,
+    grad_q,
+    turns,
+    plan,
+    scale,
+    window,
+    tiles,
+    outers,
+    heads,
+    section,
+    n_q,
+    n_k,
+    padded,
+    C: gl.constexpr,
     num_warps: gl.constexpr,
-):  # fmt: skip
+):
     """Two consumer warpgroups in step with each other, a producer, and an adder, which may have
     nothing to do; `heads` are key heads."""
     BLOCK_M: gl.constexpr = C.BLOCK_M
@@ -694,48 +916,165 @@ def _backward_hopper(
     if WIDE:
         gl.warp_specialize(
             [
-                (_wide_consumer, (
-                    shared, gk_desc, gv_desc, grad_q, ticket, plan, scale, window, tiles, outers,
-                    heads, section, n_q, n_k, padded, C,
-                )),
-                (_producer, (
-                    shared, q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, ticket, plan,
-                    window, tiles, outers, heads, section, n_q, n_k, padded, C,
-                )),
-                (_adder, (
-                    shared, sums, ticket, turns, plan, window, tiles, outers, heads, section, n_q,
-                    n_k, padded, C,
-                )),
+                (
+                    _wide_consumer,
+                    (
+                        shared,
+                        gk_desc,
+                        gv_desc,
+                        grad_q,
+                        ticket,
+                        plan,
+                        scale,
+                        window,
+                        tiles,
+                        outers,
+                        heads,
+                        section,
+                        n_q,
+                        n_k,
+                        padded,
+                        C,
+                    ),
+                ),
+                (
+                    _producer,
+                    (
+                        shared,
+                        q_desc,
+                        g_desc,
+                        k_desc,
+                        v_desc,
+                        lse_desc,
+                        delta_desc,
+                        ticket,
+                        plan,
+                        window,
+                        tiles,
+                        outers,
+                        heads,
+                        section,
+                        n_q,
+                        n_k,
+                        padded,
+                        C,
+                    ),
+                ),
+                (
+                    _adder,
+                    (
+                        shared,
+                        sums,
+                        ticket,
+                        turns,
+                        plan,
+                        window,
+                        tiles,
+                        outers,
+                        heads,
+                        section,
+                        n_q,
+                        n_k,
+                        padded,
+                        C,
+                    ),
+                ),
             ],
             [1, 1],
             [24, 24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_consumer, (
-                    shared, gk_desc, gv_desc, sums, grad_q, ticket, plan, scale, window, tiles,
-                    outers, heads, section, n_q, n_k, padded, C, num_warps,
-                )),
-                (_producer, (
-                    shared, q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, ticket, plan,
-                    window, tiles, outers, heads, section, n_q, n_k, padded, C,
-                )),
-                (_adder, (
-                    shared, sums, ticket, turns, plan, window, tiles, outers, heads, section, n_q,
-                    n_k, padded, C,
-                )),
+                (
+                    _consumer,
+                    (
+                        shared,
+                        gk_desc,
+                        gv_desc,
+                        sums,
+                        grad_q,
+                        ticket,
+                        plan,
+                        scale,
+                        window,
+                        tiles,
+                        outers,
+                        heads,
+                        section,
+                        n_q,
+                        n_k,
+                        padded,
+                        C,
+                        num_warps,
+                    ),
+                ),
+                (
+                    _producer,
+                    (
+                        shared,
+                        q_desc,
+                        g_desc,
+                        k_desc,
+                        v_desc,
+                        lse_desc,
+                        delta_desc,
+                        ticket,
+                        plan,
+                        window,
+                        tiles,
+                        outers,
+                        heads,
+                        section,
+                        n_q,
+                        n_k,
+                        padded,
+                        C,
+                    ),
+                ),
+                (
+                    _adder,
+                    (
+                        shared,
+                        sums,
+                        ticket,
+                        turns,
+                        plan,
+                        window,
+                        tiles,
+                        outers,
+                        heads,
+                        section,
+                        n_q,
+                        n_k,
+                        padded,
+                        C,
+                    ),
+                ),
             ],
             [1, 1],
             [24, 24],
-        )  # fmt: skip
+        )
 
 
 @triton.jit(do_not_specialize=["tiles", "n_q", "heads", "padded", "scale"])
 def _round_kernel(
-    sums, grad_q, plan, scale, tiles, n_q, heads, padded, gq_batch, gq_head, gq_row,
-    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, VARLEN: tl.constexpr,
-):  # fmt: skip
+    sums,
+    grad_q,
+    plan,
+    scale,
+    tiles,
+    n_q,
+    heads,
+    padded,
+    gq_batch,
+    gq_head,
+    gq_row,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     """grad_q of a tile of 64 queries, from its sums in tiles of 16 x 8; of 192 columns the last 64
     lie behind the others."""
     program = tl.program_id(0)
@@ -763,9 +1102,10 @@ def _round_kernel(
     row = tile * BLOCK_M + r
     out = batch * gq_batch + head * gq_head + (first_q + row) * gq_row
     tl.store(
-        grad_q + out[:, None] + d[None, :], total.to(grad_q.dtype.element_ty),
+        grad_q + out[:, None] + d[None, :],
+        total.to(grad_q.dtype.element_ty),
         (row < rows)[:, None] & (d < D)[None, :],
-    )  # fmt: skip
+    )
 
 
 def _describe_sums(sums: torch.Tensor, count: int) -> TensorDescriptor:
@@ -849,22 +1189,47 @@ def launch(
         listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=turns is not None)
         tiles = listed.shape[0]
     launches.kernel(_backward_hopper, tiles * outers)(
-        describe(q, block, size, varlen), describe(grad_o, block, v_size, varlen),
-        describe(k, keys, size, varlen), describe(v, keys, v_size, varlen),
-        describe(grads[1], keys, size, varlen), describe(grads[2], keys, v_size, varlen),
-        describe_row(lse2, block), describe_row(delta, block),
+        describe(q, block, size, varlen),
+        describe(grad_o, block, v_size, varlen),
+        describe(k, keys, size, varlen),
+        describe(v, keys, v_size, varlen),
+        describe(grads[1], keys, size, varlen),
+        describe(grads[2], keys, v_size, varlen),
+        describe_row(lse2, block),
+        describe_row(delta, block),
         _describe_sums(sums, 16 if wide else size // 4)
-        if sums is not None and (adder or (size == 128 and not wide)) else None,
-        sums, turns, listed, scale, min(window or 0, 2**30), tiles, outers, key_heads, section,
-        n_q, n_k, padded,
+        if sums is not None and (adder or (size == 128 and not wide))
+        else None,
+        sums,
+        turns,
+        listed,
+        scale,
+        min(window or 0, 2**30),
+        tiles,
+        outers,
+        key_heads,
+        section,
+        n_q,
+        n_k,
+        padded,
         C=Constants(
-            BLOCK_M=block, BLOCK_N=keys, D=size, V=v_size, SIZE=widths.counted,
-            V_SIZE=widths.v_counted, STAGES=stages, GROUP=sizes.group, CAUSAL=causal,
-            WINDOW=window is not None, VARLEN=varlen, GRAD_Q=sums is not None,
-            ADDER=adder, IN_TURN=turns is not None,
+            BLOCK_M=block,
+            BLOCK_N=keys,
+            D=size,
+            V=v_size,
+            SIZE=widths.counted,
+            V_SIZE=widths.v_counted,
+            STAGES=stages,
+            GROUP=sizes.group,
+            CAUSAL=causal,
+            WINDOW=window is not None,
+            VARLEN=varlen,
+            GRAD_Q=sums is not None,
+            ADDER=adder,
+            IN_TURN=turns is not None,
         ),
         num_warps=8,
-    )  # fmt: skip
+    )
     if sums is None:
         return
     tiles = triton.cdiv(n_q, block)
@@ -872,6 +1237,18 @@ def launch(
         listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, block)
         tiles = listed.shape[0]
     launches.kernel(_round_kernel, tiles * sizes.outer * heads)(
-        sums, grads[0], listed, scale, tiles, n_q, heads, padded, *strides(grads[0]),
-        D=q.shape[-1], WIDTH=widths.counted, BLOCK_M=block, VARLEN=varlen, num_warps=4,
-    )  # fmt: skip
+        sums,
+        grads[0],
+        listed,
+        scale,
+        tiles,
+        n_q,
+        heads,
+        padded,
+        *strides(grads[0]),
+        D=q.shape[-1],
+        WIDTH=widths.counted,
+        BLOCK_M=block,
+        VARLEN=varlen,
+        num_warps=4,
+    )

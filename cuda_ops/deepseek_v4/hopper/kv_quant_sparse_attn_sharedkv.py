@@ -84,9 +84,18 @@ def _right(x, y, z, w, by, rotary, half, words, place, offset, UNIT: gl.constexp
 
 @gluon.jit
 def _producer(
-    q, caches, of, strides, items, tiles, offsets, LAYOUT: gl.constexpr, P: gl.constexpr,
-    C: gl.constexpr, UNIT: gl.constexpr,
-):  # fmt: skip
+    q,
+    caches,
+    of,
+    strides,
+    items,
+    tiles,
+    offsets,
+    LAYOUT: gl.constexpr,
+    P: gl.constexpr,
+    C: gl.constexpr,
+    UNIT: gl.constexpr,
+):
     q_left, q_right, _q_rope, left, right, _weights, _exchange, places, bars = tiles
     steps_of_keys = strides[6], strides[7], strides[8], strides[9]
     ROW: gl.constexpr = gl.SliceLayout(1, PIECE)
@@ -97,8 +106,19 @@ def _producer(
     programs = gl.num_programs(0)
     this = gl.program_id(0)
     (
-        row, head, request, limit, near, far, closed, first_row, first_entry, near_tiles, lo, steps,
-    ) = begin(this, of, LAYOUT, P, C)  # fmt: skip
+        row,
+        head,
+        request,
+        limit,
+        near,
+        far,
+        closed,
+        first_row,
+        first_entry,
+        near_tiles,
+        lo,
+        steps,
+    ) = begin(this, of, LAYOUT, P, C)
     note = sharedkv.Note(request, limit, near, far, closed, first_row, first_entry)
     entry = lo * 64 + column
     of_near, of_far = named(entry, near_tiles, row, note, caches, strides, P)
@@ -139,9 +159,19 @@ def _producer(
             step = 0
             this += programs
             (
-                row, head, request, limit, near, far, closed, first_row, first_entry, near_tiles,
-                lo, steps,
-            ) = begin(gl.minimum(this, items - 1), of, LAYOUT, P, C)  # fmt: skip
+                row,
+                head,
+                request,
+                limit,
+                near,
+                far,
+                closed,
+                first_row,
+                first_entry,
+                near_tiles,
+                lo,
+                steps,
+            ) = begin(gl.minimum(this, items - 1), of, LAYOUT, P, C)
         note = sharedkv.Note(request, limit, near, far, closed, first_row, first_entry)
         entry = (lo + 2 * step) * 64 + column
         of_near, of_far = named(entry, near_tiles, row, note, caches, strides, P)
@@ -159,9 +189,18 @@ def _producer(
         mbarrier.wait(bars.index(RIGHT_FREE), phase)
         place1 = now.slice(64, 64).load(ROW)
         x, y, z, w, by = _right(
-            x, y, z, w, by, rotary, right.index(0), base1, place1,
-            now_scales.slice(64, 64).load(ROW), UNIT,
-        )  # fmt: skip
+            x,
+            y,
+            z,
+            w,
+            by,
+            rotary,
+            right.index(0),
+            base1,
+            place1,
+            now_scales.slice(64, 64).load(ROW),
+            UNIT,
+        )
         arrive(bars, RIGHT)
         # the places of the step before are free, since both consumers let go of its first tile
         outer, inner, valid = keys_of(entry, near_tiles, of_near, of_far, note, caches, strides, P)
@@ -180,9 +219,18 @@ def _producer(
         place0 = after.slice(0, 64).load(ROW)
         mbarrier.wait(bars.index(RIGHT_FREE + 1), phase)
         x, y, z, w, by = _right(
-            x, y, z, w, by, rotary, right.index(1), base0, place0,
-            after_scales.slice(0, 64).load(ROW), UNIT,
-        )  # fmt: skip
+            x,
+            y,
+            z,
+            w,
+            by,
+            rotary,
+            right.index(1),
+            base0,
+            place0,
+            after_scales.slice(0, 64).load(ROW),
+            UNIT,
+        )
         arrive(bars, RIGHT + 1)
         phase = phase ^ 1
         t += 1
@@ -191,23 +239,78 @@ def _producer(
 
 @gluon.jit(do_not_specialize=["tokens", "requests", "items"])
 def _attend(
-    q, ori, cmp, ori_index, cmp_index, ori_table, cmp_table, sinks, out, partial, partial_max,
-    partial_sum, lse, cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, scale_log2,
-    tokens, requests, extents, strides, items, LAYOUT: gl.constexpr, P: gl.constexpr,
-    C: gl.constexpr, UNIT: gl.constexpr,
-):  # fmt: skip
+    q,
+    ori,
+    cmp,
+    ori_index,
+    cmp_index,
+    ori_table,
+    cmp_table,
+    sinks,
+    out,
+    partial,
+    partial_max,
+    partial_sum,
+    lse,
+    cu_q,
+    used_q,
+    used_kv,
+    cu_ori,
+    cu_cmp,
+    ori_length,
+    cmp_length,
+    scale_log2,
+    tokens,
+    requests,
+    extents,
+    strides,
+    items,
+    LAYOUT: gl.constexpr,
+    P: gl.constexpr,
+    C: gl.constexpr,
+    UNIT: gl.constexpr,
+):
     (
-        window, ratio, ori_reach, cmp_reach, ori_count, cmp_count, ori_pages, cmp_pages, ori_size,
+        window,
+        ratio,
+        ori_reach,
+        cmp_reach,
+        ori_count,
+        cmp_count,
+        ori_pages,
+        cmp_pages,
+        ori_size,
         cmp_size,
-    ) = extents  # fmt: skip
+    ) = extents
     of = sharedkv.Source(
-        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, window,
-        ratio, ori_reach, cmp_reach, ori_count, cmp_count,
-    )  # fmt: skip
+        cu_q,
+        used_q,
+        used_kv,
+        cu_ori,
+        cu_cmp,
+        ori_length,
+        cmp_length,
+        tokens,
+        requests,
+        window,
+        ratio,
+        ori_reach,
+        cmp_reach,
+        ori_count,
+        cmp_count,
+    )
     caches = Caches(
-        ori, cmp, ori_index, cmp_index, ori_table, cmp_table, ori_pages, cmp_pages, ori_size,
+        ori,
+        cmp,
+        ori_index,
+        cmp_index,
+        ori_table,
+        cmp_table,
+        ori_pages,
+        cmp_pages,
+        ori_size,
         cmp_size,
-    )  # fmt: skip
+    )
     to = Output(out, partial, partial_max, partial_sum, lse, lse, sinks)
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -235,7 +338,7 @@ def _attend(
         ],
         [4, 4],
         [208, 96],
-    )  # fmt: skip
+    )
 
 
 def supports(q: Tensor, ori: Tensor, cmp: Tensor | None, scale_log2: float) -> bool:
@@ -244,9 +347,15 @@ def supports(q: Tensor, ori: Tensor, cmp: Tensor | None, scale_log2: float) -> b
 
 
 def launch(
-    q: Tensor, ori: Tensor, cmp: Tensor | None, keys: sharedkv.Keys, sinks: Tensor | None,
-    out: Tensor, lse: Tensor, scale_log2: float,
-) -> None:  # fmt: skip
+    q: Tensor,
+    ori: Tensor,
+    cmp: Tensor | None,
+    keys: sharedkv.Keys,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale_log2: float,
+) -> None:
     """`q` [rows, N, 512]."""
     words = [None if rows is None else rows.view(torch.int32) for rows in (ori, cmp)]
     of_keys = steps(ori, cmp), unit(ori, cmp)

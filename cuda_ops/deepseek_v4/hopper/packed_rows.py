@@ -18,9 +18,13 @@ ROW_WORDS = 144
 def floats_of(words):
     """Four tensors of what the bytes of words are as e4m3."""
     return gl.inline_asm_elementwise(
-        E4M3, "=f,=f,=f,=f,r", [words],
-        (gl.float32, gl.float32, gl.float32, gl.float32), True, 1,
-    )  # fmt: skip
+        E4M3,
+        "=f,=f,=f,=f,r",
+        [words],
+        (gl.float32, gl.float32, gl.float32, gl.float32),
+        True,
+        1,
+    )
 
 
 @gluon.jit

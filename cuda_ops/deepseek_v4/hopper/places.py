@@ -51,9 +51,19 @@ def begin(number, of, LAYOUT: gl.constexpr, P: gl.constexpr, C: gl.constexpr):
     lo = split * each
     steps = gl.maximum(gl.minimum(each, whole - lo), 1)
     return (
-        row, head, note.request, note.limit, note.near, note.far, note.closed, note.first_row,
-        note.first_entry, near, lo * 2, steps,
-    )  # fmt: skip
+        row,
+        head,
+        note.request,
+        note.limit,
+        note.near,
+        note.far,
+        note.closed,
+        note.first_row,
+        note.first_entry,
+        near,
+        lo * 2,
+        steps,
+    )
 
 
 @gluon.jit
@@ -172,9 +182,15 @@ class Cut(NamedTuple):
 
 
 def cut(
-    q: Tensor, keys: sharedkv.Keys, sinks: Tensor | None, out: Tensor, lse: Tensor,
-    scale_log2: float, of_keys: tuple[int, ...], unit_of_keys: int,
-) -> Cut:  # fmt: skip
+    q: Tensor,
+    keys: sharedkv.Keys,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale_log2: float,
+    of_keys: tuple[int, ...],
+    unit_of_keys: int,
+) -> Cut:
     """`of_keys`: the steps of their places, in units of so many elements."""
     count, heads, rank = q.shape
     processors = gpu.num_sms(q.device)
@@ -182,14 +198,30 @@ def cut(
     parts = Parts.of(splits, count * heads, rank, lse)
     items = count * splits * triton.cdiv(heads, 64)
     given = dict(
-        sinks=lse if sinks is None else sinks, out=out, partial=parts.out, partial_max=parts.max,
-        partial_sum=parts.sum, lse=lse, scale_log2=scale_log2, **keys.tensors,
-        extents=keys.extents, strides=(*q.stride()[:2], *keys.strides, *of_keys), items=items,
-        LAYOUT=keys.layout, P=keys.places,
+        sinks=lse if sinks is None else sinks,
+        out=out,
+        partial=parts.out,
+        partial_max=parts.max,
+        partial_sum=parts.sum,
+        lse=lse,
+        scale_log2=scale_log2,
+        **keys.tensors,
+        extents=keys.extents,
+        strides=(*q.stride()[:2], *keys.strides, *of_keys),
+        items=items,
+        LAYOUT=keys.layout,
+        P=keys.places,
         C=Constants(
-            HEADS=heads, SPLITS=splits, SPARSE_BLOCK=1, HAS_SINK=sinks is not None,
-            STATS=lse.numel() > 0, ROPE=0, COUNTED=True, LSE=True,
+            HEADS=heads,
+            SPLITS=splits,
+            SPARSE_BLOCK=1,
+            HAS_SINK=sinks is not None,
+            STATS=lse.numel() > 0,
+            ROPE=0,
+            COUNTED=True,
+            LSE=True,
         ),
-        UNIT=unit_of_keys, num_warps=4,
-    )  # fmt: skip
+        UNIT=unit_of_keys,
+        num_warps=4,
+    )
     return Cut(min(items, processors), parts, given)

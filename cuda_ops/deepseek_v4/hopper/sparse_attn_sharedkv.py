@@ -45,9 +45,17 @@ from .places import Caches, begin, cache_of, cut, fits, keys_of, named, places_o
 
 @gluon.jit
 def _producer(
-    q, caches, of, strides, items, tiles, LAYOUT: gl.constexpr, P: gl.constexpr, C: gl.constexpr,
+    q,
+    caches,
+    of,
+    strides,
+    items,
+    tiles,
+    LAYOUT: gl.constexpr,
+    P: gl.constexpr,
+    C: gl.constexpr,
     UNIT: gl.constexpr,
-):  # fmt: skip
+):
     q_left, q_right, _q_rope, left, right, _weights, _exchange, places, bars = tiles
     steps_of_keys = strides[6], strides[7], strides[8], strides[9]
     ROW: gl.constexpr = gl.SliceLayout(1, GATHER)
@@ -57,8 +65,19 @@ def _producer(
     programs = gl.num_programs(0)
     this = gl.program_id(0)
     (
-        row, head, request, limit, near, far, closed, first_row, first_entry, near_tiles, lo, steps,
-    ) = begin(this, of, LAYOUT, P, C)  # fmt: skip
+        row,
+        head,
+        request,
+        limit,
+        near,
+        far,
+        closed,
+        first_row,
+        first_entry,
+        near_tiles,
+        lo,
+        steps,
+    ) = begin(this, of, LAYOUT, P, C)
     note = sharedkv.Note(request, limit, near, far, closed, first_row, first_entry)
     entry = lo * 64 + column
     of_near, of_far = named(entry, near_tiles, row, note, caches, strides, P)
@@ -96,9 +115,19 @@ def _producer(
             step = 0
             this += programs
             (
-                row, head, request, limit, near, far, closed, first_row, first_entry, near_tiles,
-                lo, steps,
-            ) = begin(gl.minimum(this, items - 1), of, LAYOUT, P, C)  # fmt: skip
+                row,
+                head,
+                request,
+                limit,
+                near,
+                far,
+                closed,
+                first_row,
+                first_entry,
+                near_tiles,
+                lo,
+                steps,
+            ) = begin(gl.minimum(this, items - 1), of, LAYOUT, P, C)
         note = sharedkv.Note(request, limit, near, far, closed, first_row, first_entry)
         entry = (lo + 2 * step) * 64 + column
         of_near, of_far = named(entry, near_tiles, row, note, caches, strides, P)
@@ -129,23 +158,78 @@ def _producer(
 
 @gluon.jit(do_not_specialize=["tokens", "requests", "items"])
 def _attend(
-    q, ori, cmp, ori_index, cmp_index, ori_table, cmp_table, sinks, out, partial, partial_max,
-    partial_sum, lse, cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, scale_log2,
-    tokens, requests, extents, strides, items, LAYOUT: gl.constexpr, P: gl.constexpr,
-    C: gl.constexpr, UNIT: gl.constexpr,
-):  # fmt: skip
+    q,
+    ori,
+    cmp,
+    ori_index,
+    cmp_index,
+    ori_table,
+    cmp_table,
+    sinks,
+    out,
+    partial,
+    partial_max,
+    partial_sum,
+    lse,
+    cu_q,
+    used_q,
+    used_kv,
+    cu_ori,
+    cu_cmp,
+    ori_length,
+    cmp_length,
+    scale_log2,
+    tokens,
+    requests,
+    extents,
+    strides,
+    items,
+    LAYOUT: gl.constexpr,
+    P: gl.constexpr,
+    C: gl.constexpr,
+    UNIT: gl.constexpr,
+):
     (
-        window, ratio, ori_reach, cmp_reach, ori_count, cmp_count, ori_pages, cmp_pages, ori_size,
+        window,
+        ratio,
+        ori_reach,
+        cmp_reach,
+        ori_count,
+        cmp_count,
+        ori_pages,
+        cmp_pages,
+        ori_size,
         cmp_size,
-    ) = extents  # fmt: skip
+    ) = extents
     of = sharedkv.Source(
-        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, window,
-        ratio, ori_reach, cmp_reach, ori_count, cmp_count,
-    )  # fmt: skip
+        cu_q,
+        used_q,
+        used_kv,
+        cu_ori,
+        cu_cmp,
+        ori_length,
+        cmp_length,
+        tokens,
+        requests,
+        window,
+        ratio,
+        ori_reach,
+        cmp_reach,
+        ori_count,
+        cmp_count,
+    )
     caches = Caches(
-        ori, cmp, ori_index, cmp_index, ori_table, cmp_table, ori_pages, cmp_pages, ori_size,
+        ori,
+        cmp,
+        ori_index,
+        cmp_index,
+        ori_table,
+        cmp_table,
+        ori_pages,
+        cmp_pages,
+        ori_size,
         cmp_size,
-    )  # fmt: skip
+    )
     to = Output(out, partial, partial_max, partial_sum, lse, lse, sinks)
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -174,7 +258,7 @@ def _attend(
         ],
         [4, 4],
         [208, 96],
-    )  # fmt: skip
+    )
 
 
 def supports(q: Tensor, ori: Tensor, cmp: Tensor | None, scale_log2: float) -> bool:
@@ -183,9 +267,15 @@ def supports(q: Tensor, ori: Tensor, cmp: Tensor | None, scale_log2: float) -> b
 
 
 def launch(
-    q: Tensor, ori: Tensor, cmp: Tensor | None, keys: sharedkv.Keys, sinks: Tensor | None,
-    out: Tensor, lse: Tensor, scale_log2: float,
-) -> None:  # fmt: skip
+    q: Tensor,
+    ori: Tensor,
+    cmp: Tensor | None,
+    keys: sharedkv.Keys,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale_log2: float,
+) -> None:
     """`q` [rows, N, 512]."""
     of_keys = steps(ori, cmp), unit(ori, cmp)
     programs, parts, given = cut(q, keys, sinks, out, lse, scale_log2, *of_keys)

@@ -44,25 +44,81 @@ def _unpack(words, places, offsets, left, right, UNIT: gl.constexpr, WARPS: gl.c
 
 @gluon.jit(do_not_specialize=["tokens", "requests"])
 def _attend(
-    q, ori, cmp, ori_index, cmp_index, ori_table, cmp_table, partial, partial_max, partial_sum,
-    cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, scale_log2, tokens, requests,
-    extents, strides, LAYOUT: gl.constexpr, P: gl.constexpr, UNIT: gl.constexpr,
-    HEADS: gl.constexpr, SPLITS: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr,
+    q,
+    ori,
+    cmp,
+    ori_index,
+    cmp_index,
+    ori_table,
+    cmp_table,
+    partial,
+    partial_max,
+    partial_sum,
+    cu_q,
+    used_q,
+    used_kv,
+    cu_ori,
+    cu_cmp,
+    ori_length,
+    cmp_length,
+    scale_log2,
+    tokens,
+    requests,
+    extents,
+    strides,
+    LAYOUT: gl.constexpr,
+    P: gl.constexpr,
+    UNIT: gl.constexpr,
+    HEADS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    PACKED: gl.constexpr,
     WARPS: gl.constexpr,
-):  # fmt: skip
+):
     """PACKED: rows of 584 bytes, as words."""
     (
-        window, ratio, ori_reach, cmp_reach, ori_count, cmp_count, ori_pages, cmp_pages, ori_size,
+        window,
+        ratio,
+        ori_reach,
+        cmp_reach,
+        ori_count,
+        cmp_count,
+        ori_pages,
+        cmp_pages,
+        ori_size,
         cmp_size,
-    ) = extents  # fmt: skip
+    ) = extents
     of = sharedkv.Source(
-        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, window,
-        ratio, ori_reach, cmp_reach, ori_count, cmp_count,
-    )  # fmt: skip
+        cu_q,
+        used_q,
+        used_kv,
+        cu_ori,
+        cu_cmp,
+        ori_length,
+        cmp_length,
+        tokens,
+        requests,
+        window,
+        ratio,
+        ori_reach,
+        cmp_reach,
+        ori_count,
+        cmp_count,
+    )
     (
-        q_row, q_head, ori_index_row, cmp_index_row, ori_table_row, cmp_table_row, ori_o, ori_i,
-        cmp_o, cmp_i, ori_page, cmp_page,
-    ) = strides  # fmt: skip
+        q_row,
+        q_head,
+        ori_index_row,
+        cmp_index_row,
+        ori_table_row,
+        cmp_table_row,
+        ori_o,
+        ori_i,
+        cmp_o,
+        cmp_i,
+        ori_page,
+        cmp_page,
+    ) = strides
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # one entry a thread
@@ -98,12 +154,19 @@ def _attend(
             outer_step = cmp_o
             inner_step = cmp_i
     outer, inner, valid = sharedkv.keys_of(
-        entry, is_near, note, sharedkv.of_row(ori_index, row, ori_index_row),
+        entry,
+        is_near,
+        note,
+        sharedkv.of_row(ori_index, row, ori_index_row),
         sharedkv.of_row(cmp_index, row, cmp_index_row),
         sharedkv.of_row(ori_table, note.request, ori_table_row),
-        sharedkv.of_row(cmp_table, note.request, cmp_table_row), ori_pages, cmp_pages, ori_size,
-        cmp_size, P,
-    )  # fmt: skip
+        sharedkv.of_row(cmp_table, note.request, cmp_table_row),
+        ori_pages,
+        cmp_pages,
+        ori_size,
+        cmp_size,
+        P,
+    )
     places.store(gl.where(valid, outer * outer_step + inner * inner_step, -1).to(gl.int32))
     if PACKED:
         page = gl.where(is_near, ori_page, cmp_page)
@@ -117,9 +180,19 @@ def _attend(
         ask(base, places.load(gl.SliceLayout(1, GATHER)), UNIT, left, right, GATHER)
     tiles = Tiles(queries, queries, left, right, left, places)
     part(
-        tiles, scale_log2, partial, partial_max, partial_sum, row, split, head, HEADS, SPLITS, 0,
+        tiles,
+        scale_log2,
+        partial,
+        partial_max,
+        partial_sum,
+        row,
+        split,
+        head,
+        HEADS,
+        SPLITS,
+        0,
         WARPS,
-    )  # fmt: skip
+    )
 
 
 def _splits(keys: sharedkv.Keys, tile: int) -> int:
@@ -146,9 +219,15 @@ def supports(keys: sharedkv.Keys, heads: int, device: torch.device) -> bool:
 
 
 def launch(
-    q: Tensor, ori: Tensor, cmp: Tensor | None, keys: sharedkv.Keys, sinks: Tensor | None,
-    out: Tensor, lse: Tensor, scale_log2: float,
-) -> None:  # fmt: skip
+    q: Tensor,
+    ori: Tensor,
+    cmp: Tensor | None,
+    keys: sharedkv.Keys,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale_log2: float,
+) -> None:
     """`q` [rows, N, 512]; keys of its dtype, or rows of 584 bytes."""
     count, heads, _ = q.shape
     packed = ori.dtype is not q.dtype
@@ -163,10 +242,24 @@ def launch(
     parts = parts_of(count * heads, splits, q.device)
     warps = 8 if tile == 128 else 4
     launches.kernel(_attend, count * splits * triton.cdiv(heads, 16))(
-        q, ori, cmp, partial=parts[0], partial_max=parts[1], partial_sum=parts[2],
-        scale_log2=scale_log2, **keys.tensors, extents=keys.extents,
-        strides=(*q.stride()[:2], *keys.strides, *keys_at), LAYOUT=keys.layout,
-        P=keys.places, UNIT=by, HEADS=heads, SPLITS=splits, BLOCK_N=tile,
-        PACKED=packed, WARPS=warps, num_warps=warps,
-    )  # fmt: skip
+        q,
+        ori,
+        cmp,
+        partial=parts[0],
+        partial_max=parts[1],
+        partial_sum=parts[2],
+        scale_log2=scale_log2,
+        **keys.tensors,
+        extents=keys.extents,
+        strides=(*q.stride()[:2], *keys.strides, *keys_at),
+        LAYOUT=keys.layout,
+        P=keys.places,
+        UNIT=by,
+        HEADS=heads,
+        SPLITS=splits,
+        BLOCK_N=tile,
+        PACKED=packed,
+        WARPS=warps,
+        num_warps=warps,
+    )
     combine(parts, splits, sinks, out, lse, None)

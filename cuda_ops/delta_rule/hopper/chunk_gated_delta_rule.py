@@ -56,11 +56,35 @@ def _put(o, place, o_desc, where):
 
 @gluon.jit
 def _consumer(
-    q, k, v, t, p, grown, left, o, full, empty, o_desc, grown_from, initial, final, out,
-    start, length, tokens, first_chunk, sequence, hv, block, scale,
-    NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+    q,
+    k,
+    v,
+    t,
+    p,
+    grown,
+    left,
+    o,
+    full,
+    empty,
+    o_desc,
+    grown_from,
+    initial,
+    final,
+    out,
+    start,
+    length,
+    tokens,
+    first_chunk,
+    sequence,
+    hv,
+    block,
+    scale,
+    NV: gl.constexpr,
+    DK: gl.constexpr,
+    DV: gl.constexpr,
+    STAGES: gl.constexpr,
     INITIAL: gl.constexpr,
-):  # fmt: skip
+):
     MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
@@ -132,11 +156,33 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    q, k, v, t, p, grown, left, full, empty, q_desc, k_desc, v_desc, t_desc, p_desc, grown_desc,
-    left_desc, start, length, first_chunk, hv, block,
-    NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr,
+    q,
+    k,
+    v,
+    t,
+    p,
+    grown,
+    left,
+    full,
+    empty,
+    q_desc,
+    k_desc,
+    v_desc,
+    t_desc,
+    p_desc,
+    grown_desc,
+    left_desc,
+    start,
+    length,
+    first_chunk,
+    hv,
+    block,
+    NV: gl.constexpr,
+    DK: gl.constexpr,
+    DV: gl.constexpr,
+    GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-):  # fmt: skip
+):
     dtype: gl.constexpr = k.dtype
     for c in range((length + 63) // 64):
         stage = c % STAGES
@@ -145,33 +191,59 @@ def _producer(
         mbarrier.expect(ready, 64 * DK * 4 + 3 * 64 * 64 * 2 + 2 * 64 * 4)
         where = at(0, hv // GROUP, start, length, c * 64, True)
         tma_load(
-            k_desc, where, ready,
+            k_desc,
+            where,
+            ready,
             reinterpret(k.index(stage), dtype, k_desc.block_shape, k_desc.layout),
-        )  # fmt: skip
+        )
         of_value = columns_at(hv, start, length, c * 64, block)
         tma_load(
-            v_desc, of_value, ready,
+            v_desc,
+            of_value,
+            ready,
             reinterpret(v.index(stage), dtype, v_desc.block_shape, v_desc.layout),
-        )  # fmt: skip
+        )
         tile = ((first_chunk + c) * NV + hv) * 64
         tma_load(grown_desc, [tile], ready, grown.index(stage))
         tma_load(left_desc, [tile], ready, left.index(stage))
         tma_load(t_desc, [tile, 0], ready, t.index(stage))
         tma_load(
-            q_desc, where, ready,
+            q_desc,
+            where,
+            ready,
             reinterpret(q.index(stage), dtype, q_desc.block_shape, q_desc.layout),
-        )  # fmt: skip
+        )
         tma_load(p_desc, [tile, 0], ready, p.index(stage))
 
 
 @gluon.jit(do_not_specialize=["T", "sequences", "scale"])
 def _walk(
-    q_desc, k_desc, v_desc, t_desc, p_desc, grown_desc, left_desc, o_desc, grown, lengths, initial,
-    final, out, T, sequences, scale,
-    NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr,
-    SEQUENCES: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr, INITIAL: gl.constexpr,
+    q_desc,
+    k_desc,
+    v_desc,
+    t_desc,
+    p_desc,
+    grown_desc,
+    left_desc,
+    o_desc,
+    grown,
+    lengths,
+    initial,
+    final,
+    out,
+    T,
+    sequences,
+    scale,
+    NV: gl.constexpr,
+    DK: gl.constexpr,
+    DV: gl.constexpr,
+    GROUP: gl.constexpr,
+    SEQUENCES: gl.constexpr,
+    STAGES: gl.constexpr,
+    VARLEN: gl.constexpr,
+    INITIAL: gl.constexpr,
     num_warps: gl.constexpr,
-):  # fmt: skip
+):
     """Outputs and the final state of a sequence, for 64 columns of one head."""
     BLOCKS: gl.constexpr = DV // 64
     dtype: gl.constexpr = k_desc.dtype
@@ -209,20 +281,74 @@ def _walk(
     barrier()
     gl.warp_specialize(
         [
-            (_consumer, (
-                q, k, v, t, p, grown_tile, left_tile, o, full, empty, o_desc, grown, initial,
-                final, out, start, length, tokens, first_chunk, sequence, hv, block, scale,
-                NV, DK, DV, STAGES, INITIAL,
-            )),
-            (_producer, (
-                q, k, v, t, p, grown_tile, left_tile, full, empty, q_desc, k_desc, v_desc, t_desc,
-                p_desc, grown_desc, left_desc, start, length, first_chunk, hv, block,
-                NV, DK, DV, GROUP, STAGES,
-            )),
+            (
+                _consumer,
+                (
+                    q,
+                    k,
+                    v,
+                    t,
+                    p,
+                    grown_tile,
+                    left_tile,
+                    o,
+                    full,
+                    empty,
+                    o_desc,
+                    grown,
+                    initial,
+                    final,
+                    out,
+                    start,
+                    length,
+                    tokens,
+                    first_chunk,
+                    sequence,
+                    hv,
+                    block,
+                    scale,
+                    NV,
+                    DK,
+                    DV,
+                    STAGES,
+                    INITIAL,
+                ),
+            ),
+            (
+                _producer,
+                (
+                    q,
+                    k,
+                    v,
+                    t,
+                    p,
+                    grown_tile,
+                    left_tile,
+                    full,
+                    empty,
+                    q_desc,
+                    k_desc,
+                    v_desc,
+                    t_desc,
+                    p_desc,
+                    grown_desc,
+                    left_desc,
+                    start,
+                    length,
+                    first_chunk,
+                    hv,
+                    block,
+                    NV,
+                    DK,
+                    DV,
+                    GROUP,
+                    STAGES,
+                ),
+            ),
         ],
         [1],
         [24],
-    )  # fmt: skip
+    )
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, sequences: int) -> bool:
@@ -270,9 +396,29 @@ def launch(
     q_desc, k_desc = (describe(x, CHUNK, DK, True) for x in (query, key))
     t_desc, p_desc = (describe_matrix(x, rows, CHUNK, [CHUNK, CHUNK]) for x in (t, p))
     launches.kernel(_walk, sequences * NV * (DV // 64))(
-        q_desc, k_desc, describe(value, CHUNK, CHUNK, True), t_desc, p_desc,
-        describe_row(grown, CHUNK), describe_row(left, CHUNK), describe(out, CHUNK, CHUNK, True),
-        grown, actual_seq_lengths, initial_state, final, out, T, sequences, scale,
-        NV=NV, DK=DK, DV=DV, GROUP=NV // N, SEQUENCES=padded, STAGES=_STAGES, VARLEN=varlen,
-        INITIAL=initial_state is not None, num_warps=4,
-    )  # fmt: skip
+        q_desc,
+        k_desc,
+        describe(value, CHUNK, CHUNK, True),
+        t_desc,
+        p_desc,
+        describe_row(grown, CHUNK),
+        describe_row(left, CHUNK),
+        describe(out, CHUNK, CHUNK, True),
+        grown,
+        actual_seq_lengths,
+        initial_state,
+        final,
+        out,
+        T,
+        sequences,
+        scale,
+        NV=NV,
+        DK=DK,
+        DV=DV,
+        GROUP=NV // N,
+        SEQUENCES=padded,
+        STAGES=_STAGES,
+        VARLEN=varlen,
+        INITIAL=initial_state is not None,
+        num_warps=4,
+    )

@@ -133,9 +133,19 @@ def _put(state, to_state, state_desc, row, x, to_x, x_desc, where):
 
 @gluon.jit
 def _over_states(
-    shared, state_desc, n_desc, fades, initial, whole_at, start, length, first_chunk, hv, block,
+    shared,
+    state_desc,
+    n_desc,
+    fades,
+    initial,
+    whole_at,
+    start,
+    length,
+    first_chunk,
+    hv,
+    block,
     C: gl.constexpr,
-):  # fmt: skip
+):
     k, v, t = shared.k, shared.v, shared.t
     full, empty = shared.full, shared.empty
     DK: gl.constexpr = C.DK
@@ -158,9 +168,12 @@ def _over_states(
         half = state.to(dtype)
         mbarrier.wait(full.index(stage), (c // C.STAGES) & 1)
         kv_mem_flight = warpgroup_mma(
-            gl.convert_layout(half, A), k.index(stage).permute((1, 0)), zero, use_acc=False,
+            gl.convert_layout(half, A),
+            k.index(stage).permute((1, 0)),
+            zero,
+            use_acc=False,
             is_async=True,
-        )  # fmt: skip
+        )
         fade = gl.load(fades)
         fades += C.NV * 64
         rate = shared.rates.index(stage).load(COLUMNS)
@@ -197,9 +210,21 @@ def _over_states(
 
 @gluon.jit
 def _over_gradients(
-    shared, state_desc, r_desc, fades, d_final, d_initial, whole_at, start, length, first_chunk, hv,
-    block, scale, C: gl.constexpr,
-):  # fmt: skip
+    shared,
+    state_desc,
+    r_desc,
+    fades,
+    d_final,
+    d_initial,
+    whole_at,
+    start,
+    length,
+    first_chunk,
+    hv,
+    block,
+    scale,
+    C: gl.constexpr,
+):
     q, k, o, t, p = shared.q, shared.k, shared.v, shared.t, shared.p
     full, empty = shared.full, shared.empty
     DK: gl.constexpr = C.DK
@@ -223,9 +248,12 @@ def _over_gradients(
         half = grad.to(dtype)
         mbarrier.wait(full.index(stage), (step // C.STAGES) & 1)
         e_flight = warpgroup_mma(
-            gl.convert_layout(half, A), k.index(stage).permute((1, 0)), zero, use_acc=False,
+            gl.convert_layout(half, A),
+            k.index(stage).permute((1, 0)),
+            zero,
+            use_acc=False,
             is_async=True,
-        )  # fmt: skip
+        )
         d_out = o.index(stage).permute((1, 0))
         p_flight = warpgroup_mma(d_out, p.index(stage), zero, use_acc=False, is_async=True)
         fades -= C.NV * 64
@@ -266,9 +294,25 @@ def _over_gradients(
 
 @gluon.jit
 def _consumer(
-    shared, n_desc, r_desc, states_desc, grads_desc, fades, initial, d_final, d_initial, start,
-    length, first_chunk, sequence, hv, block, back, scale, C: gl.constexpr,
-):  # fmt: skip
+    shared,
+    n_desc,
+    r_desc,
+    states_desc,
+    grads_desc,
+    fades,
+    initial,
+    d_final,
+    d_initial,
+    start,
+    length,
+    first_chunk,
+    sequence,
+    hv,
+    block,
+    back,
+    scale,
+    C: gl.constexpr,
+):
     DK: gl.constexpr = C.DK
     MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
     cv = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
@@ -277,21 +321,58 @@ def _consumer(
     whole_at = whole_at + cv[:, None] * DK + ck[None, :]
     if back == 0:
         _over_states(
-            shared, states_desc, n_desc, fades, initial, whole_at, start, length, first_chunk, hv,
-            block, C,
-        )  # fmt: skip
+            shared,
+            states_desc,
+            n_desc,
+            fades,
+            initial,
+            whole_at,
+            start,
+            length,
+            first_chunk,
+            hv,
+            block,
+            C,
+        )
     else:
         _over_gradients(
-            shared, grads_desc, r_desc, fades, d_final, d_initial, whole_at, start, length,
-            first_chunk, hv, block, scale, C,
-        )  # fmt: skip
+            shared,
+            grads_desc,
+            r_desc,
+            fades,
+            d_final,
+            d_initial,
+            whole_at,
+            start,
+            length,
+            first_chunk,
+            hv,
+            block,
+            scale,
+            C,
+        )
 
 
 @gluon.jit
 def _producer(
-    shared, q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, grown_desc, left_desc, rates_desc,
-    start, length, first_chunk, hv, block, back, C: gl.constexpr,
-):  # fmt: skip
+    shared,
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    t_desc,
+    p_desc,
+    grown_desc,
+    left_desc,
+    rates_desc,
+    start,
+    length,
+    first_chunk,
+    hv,
+    block,
+    back,
+    C: gl.constexpr,
+):
     q, k, v, t, p = shared.q, shared.k, shared.v, shared.t, shared.p
     full, empty = shared.full, shared.empty
     dtype: gl.constexpr = k.dtype
@@ -314,13 +395,17 @@ def _producer(
             tma_load(o_desc, of_value, ready, into)
             tma_load(p_desc, [tile, 0], ready, p.index(stage))
             tma_load(
-                q_desc, where, ready,
+                q_desc,
+                where,
+                ready,
                 reinterpret(q.index(stage), dtype, q_desc.block_shape, q_desc.layout),
-            )  # fmt: skip
+            )
         tma_load(
-            k_desc, where, ready,
+            k_desc,
+            where,
+            ready,
             reinterpret(k.index(stage), dtype, k_desc.block_shape, k_desc.layout),
-        )  # fmt: skip
+        )
         tma_load(grown_desc, [tile], ready, shared.grown.index(stage))
         tma_load(left_desc, [tile], ready, shared.left.index(stage))
         tma_load(rates_desc, [tile], ready, shared.rates.index(stage))
@@ -329,11 +414,30 @@ def _producer(
 
 @gluon.jit(do_not_specialize=["T", "sequences", "scale"])
 def _walks(
-    q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, grown_desc, left_desc, rates_desc, n_desc,
-    r_desc, states_desc, grads_desc, fades, lengths, initial, d_final, d_initial, T, sequences,
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    t_desc,
+    p_desc,
+    grown_desc,
+    left_desc,
+    rates_desc,
+    n_desc,
+    r_desc,
+    states_desc,
+    grads_desc,
+    fades,
+    lengths,
+    initial,
+    d_final,
+    d_initial,
+    T,
+    sequences,
     scale,
-    C: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+    C: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """N and the states of a sequence, or R and their gradients, for 64 columns of one head."""
     DK: gl.constexpr = C.DK
     STAGES: gl.constexpr = C.STAGES
@@ -376,28 +480,88 @@ def _walks(
     shared = Walk(q, k, v, t, p, grown, left, rates, to_state, to_x, full, empty)
     gl.warp_specialize(
         [
-            (_consumer, (
-                shared, n_desc, r_desc, states_desc, grads_desc, fades, initial, d_final, d_initial,
-                start, length, first_chunk, sequence, hv, block, back, scale, C,
-            )),
-            (_producer, (
-                shared, q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, grown_desc, left_desc,
-                rates_desc, start, length, first_chunk, hv, block, back, C,
-            )),
+            (
+                _consumer,
+                (
+                    shared,
+                    n_desc,
+                    r_desc,
+                    states_desc,
+                    grads_desc,
+                    fades,
+                    initial,
+                    d_final,
+                    d_initial,
+                    start,
+                    length,
+                    first_chunk,
+                    sequence,
+                    hv,
+                    block,
+                    back,
+                    scale,
+                    C,
+                ),
+            ),
+            (
+                _producer,
+                (
+                    shared,
+                    q_desc,
+                    k_desc,
+                    v_desc,
+                    o_desc,
+                    t_desc,
+                    p_desc,
+                    grown_desc,
+                    left_desc,
+                    rates_desc,
+                    start,
+                    length,
+                    first_chunk,
+                    hv,
+                    block,
+                    back,
+                    C,
+                ),
+            ),
         ],
         [1],
         [24],
-    )  # fmt: skip
+    )
 
 
 @gluon.jit(do_not_specialize=["T", "sequences", "scale"])
 def _pairs(
-    q_desc, k_desc, v_desc, o_desc, n_desc, r_desc, z_desc, m_desc, beta, g, lengths, d_value,
-    d_rate, d_total, T, sequences, scale, b_row, g_row,
-    NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr,
-    SEQUENCES: gl.constexpr, VARLEN: gl.constexpr, BETA: gl.constexpr, GATE: gl.constexpr,
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    n_desc,
+    r_desc,
+    z_desc,
+    m_desc,
+    beta,
+    g,
+    lengths,
+    d_value,
+    d_rate,
+    d_total,
+    T,
+    sequences,
+    scale,
+    b_row,
+    g_row,
+    NV: gl.constexpr,
+    DK: gl.constexpr,
+    DV: gl.constexpr,
+    GROUP: gl.constexpr,
+    SEQUENCES: gl.constexpr,
+    VARLEN: gl.constexpr,
+    BETA: gl.constexpr,
+    GATE: gl.constexpr,
     num_warps: gl.constexpr,
-):  # fmt: skip
+):
     """dv, Z and M + M^T of a chunk and a value head; what pairs of its tokens give G and beta."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
@@ -441,21 +605,29 @@ def _pairs(
         for block in gl.static_range(BLOCKS):
             of_block = columns_at(hv, start, length, first, block)
             tma_load(
-                n_desc, of_block, full,
+                n_desc,
+                of_block,
+                full,
                 reinterpret(n.index(block), dtype, n_desc.block_shape, n_desc.layout),
-            )  # fmt: skip
+            )
             tma_load(
-                o_desc, of_block, full,
+                o_desc,
+                of_block,
+                full,
                 reinterpret(o.index(block), dtype, o_desc.block_shape, o_desc.layout),
-            )  # fmt: skip
+            )
             tma_load(
-                r_desc, of_block, full,
+                r_desc,
+                of_block,
+                full,
                 reinterpret(r.index(block), dtype, r_desc.block_shape, r_desc.layout),
-            )  # fmt: skip
+            )
             tma_load(
-                v_desc, of_block, full,
+                v_desc,
+                of_block,
+                full,
                 reinterpret(v.index(block), dtype, v_desc.block_shape, v_desc.layout),
-            )  # fmt: skip
+            )
         tma_load(k_desc, where, full, reinterpret(k, dtype, k_desc.block_shape, k_desc.layout))
         tma_load(q_desc, where, full, reinterpret(q, dtype, q_desc.block_shape, q_desc.layout))
         valid = first + i < length
@@ -524,9 +696,25 @@ def _pairs(
 
 @gluon.jit
 def _inputs_consumer(
-    shared, beta, grown, left, d_rate, d_total, d_query, d_key, d_beta, d_g, start, first, length,
-    chunk, h, scale, b_row, C: gl.constexpr,
-):  # fmt: skip
+    shared,
+    beta,
+    grown,
+    left,
+    d_rate,
+    d_total,
+    d_query,
+    d_key,
+    d_beta,
+    d_g,
+    start,
+    first,
+    length,
+    chunk,
+    h,
+    scale,
+    b_row,
+    C: gl.constexpr,
+):
     q, k, o, n, r, z, m = shared.q, shared.k, shared.o, shared.n, shared.r, shared.z, shared.m
     states, grads, full, empty = shared.states, shared.grads, shared.full, shared.empty
     DK: gl.constexpr = C.DK
@@ -603,9 +791,23 @@ def _inputs_consumer(
 
 @gluon.jit
 def _inputs_producer(
-    shared, q_desc, k_desc, o_desc, n_desc, r_desc, z_desc, m_desc, states_desc, grads_desc, start,
-    first, length, chunk, h, C: gl.constexpr,
-):  # fmt: skip
+    shared,
+    q_desc,
+    k_desc,
+    o_desc,
+    n_desc,
+    r_desc,
+    z_desc,
+    m_desc,
+    states_desc,
+    grads_desc,
+    start,
+    first,
+    length,
+    chunk,
+    h,
+    C: gl.constexpr,
+):
     q, k, o, n, r, z, m = shared.q, shared.k, shared.o, shared.n, shared.r, shared.z, shared.m
     states, grads, full, empty = shared.states, shared.grads, shared.full, shared.empty
     BLOCKS: gl.constexpr = C.DV // 64
@@ -627,18 +829,24 @@ def _inputs_producer(
             of_state = [tile * C.DV + block * 64, 0]
             tma_load(states_desc, of_state, bar, states.index(stage))
             tma_load(
-                o_desc, of_value, bar,
+                o_desc,
+                of_value,
+                bar,
                 reinterpret(o.index(stage), dtype, o_desc.block_shape, o_desc.layout),
-            )  # fmt: skip
+            )
             tma_load(
-                r_desc, of_value, bar,
+                r_desc,
+                of_value,
+                bar,
                 reinterpret(r.index(stage), dtype, r_desc.block_shape, r_desc.layout),
-            )  # fmt: skip
+            )
             tma_load(grads_desc, of_state, bar, grads.index(stage))
             tma_load(
-                n_desc, of_value, bar,
+                n_desc,
+                of_value,
+                bar,
                 reinterpret(n.index(stage), dtype, n_desc.block_shape, n_desc.layout),
-            )  # fmt: skip
+            )
         mbarrier.wait(shared.pair_empty, (one & 1) ^ 1)
         mbarrier.expect(shared.pair_full, 2 * 64 * 64 * 2)
         tma_load(z_desc, [tile * 64, 0], shared.pair_full, z)
@@ -647,10 +855,32 @@ def _inputs_producer(
 
 @gluon.jit(do_not_specialize=["T", "sequences", "scale"])
 def _inputs(
-    q_desc, k_desc, o_desc, n_desc, r_desc, z_desc, m_desc, states_desc, grads_desc, beta, lengths,
-    grown, left, d_rate, d_total, d_query, d_key, d_beta, d_g, T, sequences, scale, b_row,
-    C: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+    q_desc,
+    k_desc,
+    o_desc,
+    n_desc,
+    r_desc,
+    z_desc,
+    m_desc,
+    states_desc,
+    grads_desc,
+    beta,
+    lengths,
+    grown,
+    left,
+    d_rate,
+    d_total,
+    d_query,
+    d_key,
+    d_beta,
+    d_g,
+    T,
+    sequences,
+    scale,
+    b_row,
+    C: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """dq, dk, dbeta and dg of a chunk and a head of the keys."""
     DK: gl.constexpr = C.DK
     STAGES: gl.constexpr = C.STAGES
@@ -698,18 +928,54 @@ def _inputs(
         )
         gl.warp_specialize(
             [
-                (_inputs_consumer, (
-                    shared, beta, grown, left, d_rate, d_total, d_query, d_key, d_beta, d_g, start,
-                    first, length, chunk, h, scale, b_row, C,
-                )),
-                (_inputs_producer, (
-                    shared, q_desc, k_desc, o_desc, n_desc, r_desc, z_desc, m_desc, states_desc,
-                    grads_desc, start, first, length, chunk, h, C,
-                )),
+                (
+                    _inputs_consumer,
+                    (
+                        shared,
+                        beta,
+                        grown,
+                        left,
+                        d_rate,
+                        d_total,
+                        d_query,
+                        d_key,
+                        d_beta,
+                        d_g,
+                        start,
+                        first,
+                        length,
+                        chunk,
+                        h,
+                        scale,
+                        b_row,
+                        C,
+                    ),
+                ),
+                (
+                    _inputs_producer,
+                    (
+                        shared,
+                        q_desc,
+                        k_desc,
+                        o_desc,
+                        n_desc,
+                        r_desc,
+                        z_desc,
+                        m_desc,
+                        states_desc,
+                        grads_desc,
+                        start,
+                        first,
+                        length,
+                        chunk,
+                        h,
+                        C,
+                    ),
+                ),
             ],
             [1],
             [24],
-        )  # fmt: skip
+        )
     else:
         # tokens behind the last sequence
         ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
@@ -784,24 +1050,69 @@ def launch(
     sizes = dict(NV=NV, DK=DK, DV=DV, GROUP=NV // N, SEQUENCES=padded, VARLEN=varlen)
     b_row = 0 if beta is None else beta.stride(0)
     launches.kernel(_walks, 2 * sequences * NV * (DV // CHUNK))(
-        *qk, *values, *squares, *(describe_row(x, CHUNK) for x in (grown, left, rates)), *found,
-        *both, grown, lengths, initial, d_final, d_initial, T, sequences, scale,
+        *qk,
+        *values,
+        *squares,
+        *(describe_row(x, CHUNK) for x in (grown, left, rates)),
+        *found,
+        *both,
+        grown,
+        lengths,
+        initial,
+        d_final,
+        d_initial,
+        T,
+        sequences,
+        scale,
         C=WalkConstants(
             STAGES=_STAGES, FINAL=d_final is not None, INITIAL=initial is not None, **sizes
         ),
         num_warps=4,
-    )  # fmt: skip
+    )
     # T and P are used up: M + M^T and Z lie in their place
     launches.kernel(_pairs, chunks, NV)(
-        *qk, *values, *found, *reversed(squares), beta, g, lengths, d_value, d_rate, d_total, T,
-        sequences, scale, b_row, 0 if g is None else g.stride(0),
-        BETA=beta is not None, GATE=g is not None, num_warps=4, **sizes,
-    )  # fmt: skip
+        *qk,
+        *values,
+        *found,
+        *reversed(squares),
+        beta,
+        g,
+        lengths,
+        d_value,
+        d_rate,
+        d_total,
+        T,
+        sequences,
+        scale,
+        b_row,
+        0 if g is None else g.stride(0),
+        BETA=beta is not None,
+        GATE=g is not None,
+        num_warps=4,
+        **sizes,
+    )
     launches.kernel(_inputs, chunks * N)(
-        *qk, values[1], *found, *reversed(squares), *both, beta, lengths, grown, left, d_rate,
-        d_total, d_query, d_key, d_beta, d_g, T, sequences, scale, b_row,
+        *qk,
+        values[1],
+        *found,
+        *reversed(squares),
+        *both,
+        beta,
+        lengths,
+        grown,
+        left,
+        d_rate,
+        d_total,
+        d_query,
+        d_key,
+        d_beta,
+        d_g,
+        T,
+        sequences,
+        scale,
+        b_row,
         C=InputConstants(
             N=N, STAGES=_INPUT_STAGES, BETA=beta is not None, GATE=g is not None, **sizes
         ),
         num_warps=DK // 16,
-    )  # fmt: skip
+    )

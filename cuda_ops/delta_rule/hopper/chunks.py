@@ -167,11 +167,30 @@ def fading_of(total, rows, columns):
 
 @gluon.jit(do_not_specialize=["T", "sequences", "scale"])
 def _prepare(
-    q_desc, k_desc, t_desc, p_desc, beta, g, lengths, grown, left, rates, T, sequences, scale,
-    b_row, g_row,
-    NV: gl.constexpr, DK: gl.constexpr, GROUP: gl.constexpr, SEQUENCES: gl.constexpr,
-    VARLEN: gl.constexpr, BETA: gl.constexpr, GATE: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+    q_desc,
+    k_desc,
+    t_desc,
+    p_desc,
+    beta,
+    g,
+    lengths,
+    grown,
+    left,
+    rates,
+    T,
+    sequences,
+    scale,
+    b_row,
+    g_row,
+    NV: gl.constexpr,
+    DK: gl.constexpr,
+    GROUP: gl.constexpr,
+    SEQUENCES: gl.constexpr,
+    VARLEN: gl.constexpr,
+    BETA: gl.constexpr,
+    GATE: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """T' and P of a chunk and a value head; where `rates` are wanted, T - I instead of T'."""
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, M)
@@ -298,9 +317,28 @@ def triangles(
     # 128 registers: four programs a multiprocessor.  H200, 4096 tokens of 32 heads: 60 us; for all
     # value heads of a key head at once, with two products shared, it took 8 more
     launches.kernel(_prepare, chunks, NV)(
-        q_desc, k_desc, t_desc, p_desc, beta, g, lengths, grown, left, rates, T, sequences, scale,
-        0 if beta is None else beta.stride(0), 0 if g is None else g.stride(0),
-        NV=NV, DK=DK, GROUP=NV // N, SEQUENCES=max(32, triton.next_power_of_2(sequences)),
-        VARLEN=lengths is not None, BETA=beta is not None, GATE=g is not None, num_warps=4,
+        q_desc,
+        k_desc,
+        t_desc,
+        p_desc,
+        beta,
+        g,
+        lengths,
+        grown,
+        left,
+        rates,
+        T,
+        sequences,
+        scale,
+        0 if beta is None else beta.stride(0),
+        0 if g is None else g.stride(0),
+        NV=NV,
+        DK=DK,
+        GROUP=NV // N,
+        SEQUENCES=max(32, triton.next_power_of_2(sequences)),
+        VARLEN=lengths is not None,
+        BETA=beta is not None,
+        GATE=g is not None,
+        num_warps=4,
         maxnreg=128,
-    )  # fmt: skip
+    )

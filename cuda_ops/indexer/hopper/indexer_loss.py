@@ -40,9 +40,18 @@ LOWEST = gl.constexpr(-1e30)
 
 @gluon.jit
 def _gather(
-    key, key_rope, key_stride, rope_stride, slots, end, ring, bars,
-    PIECES: gl.constexpr, ROPE_FROM: gl.constexpr, PASSES: gl.constexpr,
-):  # fmt: skip
+    key,
+    key_rope,
+    key_stride,
+    rope_stride,
+    slots,
+    end,
+    ring,
+    bars,
+    PIECES: gl.constexpr,
+    ROPE_FROM: gl.constexpr,
+    PASSES: gl.constexpr,
+):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
@@ -99,9 +108,20 @@ def _scores(q, ring, bars, phase, zero, GROUP: gl.constexpr, PIECES: gl.constexp
 
 @gluon.jit
 def _consume(
-    q, ring, bars, slots, end, lse, lse_head, target, scale_log2,
-    GROUP: gl.constexpr, N: gl.constexpr, PIECES: gl.constexpr, HAS_LSE: gl.constexpr,
-):  # fmt: skip
+    q,
+    ring,
+    bars,
+    slots,
+    end,
+    lse,
+    lse_head,
+    target,
+    scale_log2,
+    GROUP: gl.constexpr,
+    N: gl.constexpr,
+    PIECES: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+):
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -144,11 +164,35 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["K"])
 def _targets(
-    query, query_rope, key, key_rope, slots, ends, lse, target, scale_log2, S, K,
-    q_batch, q_head, q_row, qr_batch, qr_head, qr_row, k_batch, k_row, kr_batch, kr_row,
-    l_batch, l_head, l_row,
-    N: gl.constexpr, PIECES: gl.constexpr, ROPE_FROM: gl.constexpr, HAS_LSE: gl.constexpr,
-):  # fmt: skip
+    query,
+    query_rope,
+    key,
+    key_rope,
+    slots,
+    ends,
+    lse,
+    target,
+    scale_log2,
+    S,
+    K,
+    q_batch,
+    q_head,
+    q_row,
+    qr_batch,
+    qr_head,
+    qr_row,
+    k_batch,
+    k_row,
+    kr_batch,
+    kr_row,
+    l_batch,
+    l_head,
+    l_row,
+    N: gl.constexpr,
+    PIECES: gl.constexpr,
+    ROPE_FROM: gl.constexpr,
+    HAS_LSE: gl.constexpr,
+):
     """slots [rows, K] int32, -1 where absent, of which the first `ends` [rows] are visited."""
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -192,28 +236,59 @@ def _targets(
             (
                 _consume,
                 (
-                    q, ring, bars, slots, end, lse, l_head, target, scale_log2,
-                    0, N, PIECES, HAS_LSE,
+                    q,
+                    ring,
+                    bars,
+                    slots,
+                    end,
+                    lse,
+                    l_head,
+                    target,
+                    scale_log2,
+                    0,
+                    N,
+                    PIECES,
+                    HAS_LSE,
                 ),
             ),
             (
                 _consume,
                 (
-                    q, ring, bars, slots, end, lse, l_head, target, scale_log2,
-                    1, N, PIECES, HAS_LSE,
+                    q,
+                    ring,
+                    bars,
+                    slots,
+                    end,
+                    lse,
+                    l_head,
+                    target,
+                    scale_log2,
+                    1,
+                    N,
+                    PIECES,
+                    HAS_LSE,
                 ),
             ),
             (
                 _gather,
                 (
-                    key, key_rope, k_row, kr_row, slots, end, ring, bars,
-                    PIECES, ROPE_FROM, 1 if HAS_LSE else 2,
+                    key,
+                    key_rope,
+                    k_row,
+                    kr_row,
+                    slots,
+                    end,
+                    ring,
+                    bars,
+                    PIECES,
+                    ROPE_FROM,
+                    1 if HAS_LSE else 2,
                 ),
             ),
         ],
         [4, 4],
         [168, 96],
-    )  # fmt: skip
+    )
 
 
 def supports(
@@ -254,11 +329,25 @@ def launch(
     q_rope = query if query_rope is None else query_rope
     k_rope = key if key_rope is None else key_rope
     launches.kernel(_targets, B * S)(
-        query, q_rope, key, k_rope, slots, ends,
-        target if softmax_lse is None else softmax_lse, target,
-        scaling * LOG2E.value, S, slots.shape[2],
-        *query.stride()[:3], *q_rope.stride()[:3], *key.stride()[:2], *k_rope.stride()[:2],
+        query,
+        q_rope,
+        key,
+        k_rope,
+        slots,
+        ends,
+        target if softmax_lse is None else softmax_lse,
+        target,
+        scaling * LOG2E.value,
+        S,
+        slots.shape[2],
+        *query.stride()[:3],
+        *q_rope.stride()[:3],
+        *key.stride()[:2],
+        *k_rope.stride()[:2],
         *((0, 0, 0) if softmax_lse is None else softmax_lse.stride()),
-        N=N, PIECES=(D + DR) // 64, ROPE_FROM=D // 64, HAS_LSE=softmax_lse is not None,
+        N=N,
+        PIECES=(D + DR) // 64,
+        ROPE_FROM=D // 64,
+        HAS_LSE=softmax_lse is not None,
         num_warps=4,
-    )  # fmt: skip
+    )

@@ -147,9 +147,22 @@ def _head_of(s, R: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    s, weight, scale, to, member, row, stop, first, asked, keys, n, valid, R: gl.constexpr,
-    CAUSAL: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+    s,
+    weight,
+    scale,
+    to,
+    member,
+    row,
+    stop,
+    first,
+    asked,
+    keys,
+    n,
+    valid,
+    R: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    C: gl.constexpr,
+):
     """Sum products [64, columns] over the heads, store the scores of rows member, member + 1 .."""
     s = gl.maximum(s, 0.0, propagate_nan=EVERY_NAN) * weight[None, :]
     if s.shape[1] // R != C.HEADS:
@@ -175,9 +188,18 @@ def _finish(
 
 @gluon.jit
 def _ask(
-    key, k_tiles, full, outers, i, stage, wanted, lo, start, LAYOUT: gl.constexpr,
+    key,
+    k_tiles,
+    full,
+    outers,
+    i,
+    stage,
+    wanted,
+    lo,
+    start,
+    LAYOUT: gl.constexpr,
     E4M3: gl.constexpr,
-):  # fmt: skip
+):
     """Tile i of a program's keys, into its place in the ring."""
     SIZE: gl.constexpr = 1 if E4M3 else 2
     outer = _pick(outers, i)
@@ -186,9 +208,12 @@ def _ask(
     bar = full.index(stage)
     mbarrier.expect(bar, KEYS_AT_ONCE * k_tiles.shape[2] * SIZE, pred=wanted)
     tma_load(
-        key, [outer, inner, 0], bar,
-        reinterpret(k_tiles.index(stage), key.dtype, key.block_shape, key.layout), pred=wanted,
-    )  # fmt: skip
+        key,
+        [outer, inner, 0],
+        bar,
+        reinterpret(k_tiles.index(stage), key.dtype, key.block_shape, key.layout),
+        pred=wanted,
+    )
 
 
 @gluon.jit(
@@ -204,10 +229,30 @@ def _ask(
     ]
 )
 def _scores(
-    q, key, weights, query_scale, key_scale, seqlens_q, seqlens_k, table, scores, sample, lengths,
-    tokens, requests, max_kv_len, table_stride, pages, first_row, count, chunks, per_chunk, strides,
-    LAYOUT: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+    q,
+    key,
+    weights,
+    query_scale,
+    key_scale,
+    seqlens_q,
+    seqlens_k,
+    table,
+    scores,
+    sample,
+    lengths,
+    tokens,
+    requests,
+    max_kv_len,
+    table_stride,
+    pages,
+    first_row,
+    count,
+    chunks,
+    per_chunk,
+    strides,
+    LAYOUT: gl.constexpr,
+    C: gl.constexpr,
+):
     """ROWS rows against `per_chunk` keys, 32 tiles at most, which pass by: once for each request
     among the rows."""
     of = rows.Requests(
@@ -256,8 +301,19 @@ def _scores(
         asked, keys, start, hi = _part(row, stop, request, first, of, lo, per_chunk, LAYOUT)
         tiles = gl.maximum(hi - lo + KEYS_AT_ONCE - 1, 0) // KEYS_AT_ONCE
         for each in gl.static_range(STAGES):
-            _ask(key, k_tiles, full, outers, each, (done + each) % STAGES, each < tiles, lo,
-                 start, LAYOUT, C.E4M3)  # fmt: skip
+            _ask(
+                key,
+                k_tiles,
+                full,
+                outers,
+                each,
+                (done + each) % STAGES,
+                each < tiles,
+                lo,
+                start,
+                LAYOUT,
+                C.E4M3,
+            )
         if lo == 0:
             lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
             member = row + gl.arange(0, 32, layout=lane)
@@ -276,15 +332,47 @@ def _scores(
             )
             valid = _pick(outers, i) >= 0
             ahead = _scales_of(
-                by, _pick(outers, i + 1), lo + (i + 1) * KEYS_AT_ONCE, hi, start, LAYOUT, C.E4M3,
+                by,
+                _pick(outers, i + 1),
+                lo + (i + 1) * KEYS_AT_ONCE,
+                hi,
+                start,
+                LAYOUT,
+                C.E4M3,
                 gl.SliceLayout(1, M),
-            )  # fmt: skip
+            )
             s = warpgroup_mma_wait(0, deps=[s])
             barrier()  # done in every warp: the tile is free
-            _ask(key, k_tiles, full, outers, i + STAGES, stage, i + STAGES < tiles, lo,
-                 start, LAYOUT, C.E4M3)  # fmt: skip
-            _finish(s, weight, scale, to, own, row, stop, first, asked, keys,
-                    lo + i * KEYS_AT_ONCE, valid, C.ROWS, LAYOUT.CAUSAL, C)  # fmt: skip
+            _ask(
+                key,
+                k_tiles,
+                full,
+                outers,
+                i + STAGES,
+                stage,
+                i + STAGES < tiles,
+                lo,
+                start,
+                LAYOUT,
+                C.E4M3,
+            )
+            _finish(
+                s,
+                weight,
+                scale,
+                to,
+                own,
+                row,
+                stop,
+                first,
+                asked,
+                keys,
+                lo + i * KEYS_AT_ONCE,
+                valid,
+                C.ROWS,
+                LAYOUT.CAUSAL,
+                C,
+            )
             scale = ahead
         done += tiles
         row = stop
@@ -294,9 +382,23 @@ def _scores(
 
 @gluon.jit
 def _load(
-    key, q, k_tiles, q_tiles, full, empty, q_full, lengths, of, row, end, lo, per_chunk,
-    first_row, LAYOUT: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+    key,
+    q,
+    k_tiles,
+    q_tiles,
+    full,
+    empty,
+    q_full,
+    lengths,
+    of,
+    row,
+    end,
+    lo,
+    per_chunk,
+    first_row,
+    LAYOUT: gl.constexpr,
+    C: gl.constexpr,
+):
     SIZE: gl.constexpr = 1 if C.E4M3 else 2
     STAGES: gl.constexpr = k_tiles.shape[0]
     D: gl.constexpr = k_tiles.shape[2]
@@ -305,9 +407,11 @@ def _load(
     mbarrier.expect(q_full.index(0), 2 * q_tiles.shape[1] * D * SIZE)
     for part in gl.static_range(2):
         tma_load(
-            q, [row + part * q.block_shape[0], 0, 0], q_full.index(0),
+            q,
+            [row + part * q.block_shape[0], 0, 0],
+            q_full.index(0),
             reinterpret(q_tiles.index(part), q.dtype, q.block_shape, q.layout),
-        )  # fmt: skip
+        )
     count = 0
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     while row < end:
@@ -330,18 +434,33 @@ def _load(
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
                 mbarrier.expect(bar, KEYS_AT_ONCE * D * SIZE)
                 tma_load(
-                    key, [outer, inner, 0], bar,
+                    key,
+                    [outer, inner, 0],
+                    bar,
                     reinterpret(k_tiles.index(stage), key.dtype, key.block_shape, key.layout),
-                )  # fmt: skip
+                )
                 count += 1
         row = stop
 
 
 @gluon.jit
 def _multiply(
-    k_tiles, q_tiles, full, empty, q_full, by, to, of, row, end, lo, per_chunk,
-    GROUP: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+    k_tiles,
+    q_tiles,
+    full,
+    empty,
+    q_full,
+    by,
+    to,
+    of,
+    row,
+    end,
+    lo,
+    per_chunk,
+    GROUP: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    C: gl.constexpr,
+):
     """Warpgroup GROUP of two takes every other tile."""
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK_N: gl.constexpr = q_tiles.shape[1]
@@ -371,29 +490,71 @@ def _multiply(
             tiles = gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)
             mine = (GROUP - count) & 1
             scale = _scales_of(
-                by, _pick(outers, mine), base + mine * KEYS_AT_ONCE, hi, start, LAYOUT, C.E4M3,
+                by,
+                _pick(outers, mine),
+                base + mine * KEYS_AT_ONCE,
+                hi,
+                start,
+                LAYOUT,
+                C.E4M3,
                 gl.SliceLayout(1, M),
-            )  # fmt: skip
+            )
             for i in range(mine, tiles, 2):
                 stage = (count + i) % STAGES
                 n = base + i * KEYS_AT_ONCE
                 valid = _pick(outers, i) >= 0
                 ahead = _scales_of(
-                    by, _pick(outers, i + 2), n + 2 * KEYS_AT_ONCE, hi, start, LAYOUT, C.E4M3,
+                    by,
+                    _pick(outers, i + 2),
+                    n + 2 * KEYS_AT_ONCE,
+                    hi,
+                    start,
+                    LAYOUT,
+                    C.E4M3,
                     gl.SliceLayout(1, M),
-                )  # fmt: skip
+                )
                 mbarrier.wait(full.index(stage), ((count + i) // STAGES) & 1)
                 k_tile = k_tiles.index(stage)
                 s0 = warpgroup_mma(k_tile, q0, zero, use_acc=False, is_async=True)
                 s1 = warpgroup_mma(k_tile, q1, zero, use_acc=False, is_async=True)
                 s0 = warpgroup_mma_wait(1, deps=[s0])
-                _finish(s0, weight0, scale, to, own, row, stop, first, asked, keys, n, valid, R,
-                        LAYOUT.CAUSAL, C)  # fmt: skip
+                _finish(
+                    s0,
+                    weight0,
+                    scale,
+                    to,
+                    own,
+                    row,
+                    stop,
+                    first,
+                    asked,
+                    keys,
+                    n,
+                    valid,
+                    R,
+                    LAYOUT.CAUSAL,
+                    C,
+                )
                 s1 = warpgroup_mma_wait(0, deps=[s1])
                 barrier()
                 mbarrier.arrive(empty.index(stage))
-                _finish(s1, weight1, scale, to, own + R, row, stop, first, asked, keys, n, valid, R,
-                        LAYOUT.CAUSAL, C)  # fmt: skip
+                _finish(
+                    s1,
+                    weight1,
+                    scale,
+                    to,
+                    own + R,
+                    row,
+                    stop,
+                    first,
+                    asked,
+                    keys,
+                    n,
+                    valid,
+                    R,
+                    LAYOUT.CAUSAL,
+                    C,
+                )
                 scale = ahead
             count += tiles
         row = stop
@@ -412,10 +573,30 @@ def _multiply(
     ]
 )
 def _scores_shared(
-    q, key, weights, query_scale, key_scale, seqlens_q, seqlens_k, table, scores, sample, lengths,
-    tokens, requests, max_kv_len, table_stride, pages, first_row, count, chunks, per_chunk, strides,
-    LAYOUT: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+    q,
+    key,
+    weights,
+    query_scale,
+    key_scale,
+    seqlens_q,
+    seqlens_k,
+    table,
+    scores,
+    sample,
+    lengths,
+    tokens,
+    requests,
+    max_kv_len,
+    table_stride,
+    pages,
+    first_row,
+    count,
+    chunks,
+    per_chunk,
+    strides,
+    LAYOUT: gl.constexpr,
+    C: gl.constexpr,
+):
     """_scores of more rows, twice as many as q has in a block, and of any number of keys."""
     STAGES: gl.constexpr = C.STAGES
     of = rows.Requests(
@@ -445,21 +626,71 @@ def _scores_shared(
     by = Factors(weights, query_scale, key_scale, w_row, qs_row, qs_head, ks_o, ks_i)
     gl.warp_specialize(
         [
-            (_multiply, (
-                k_tiles, q_tiles, full, empty, q_full, by, to, of, row, end, lo, per_chunk,
-                gl.constexpr(0), LAYOUT, C,
-            )),
-            (_multiply, (
-                k_tiles, q_tiles, full, empty, q_full, by, to, of, row, end, lo, per_chunk,
-                gl.constexpr(1), LAYOUT, C,
-            )),
-            (_load, (
-                key, q, k_tiles, q_tiles, full, empty, q_full, lengths, of, row, end, lo,
-                per_chunk, first_row, LAYOUT, C,
-            )),
+            (
+                _multiply,
+                (
+                    k_tiles,
+                    q_tiles,
+                    full,
+                    empty,
+                    q_full,
+                    by,
+                    to,
+                    of,
+                    row,
+                    end,
+                    lo,
+                    per_chunk,
+                    gl.constexpr(0),
+                    LAYOUT,
+                    C,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    k_tiles,
+                    q_tiles,
+                    full,
+                    empty,
+                    q_full,
+                    by,
+                    to,
+                    of,
+                    row,
+                    end,
+                    lo,
+                    per_chunk,
+                    gl.constexpr(1),
+                    LAYOUT,
+                    C,
+                ),
+            ),
+            (
+                _load,
+                (
+                    key,
+                    q,
+                    k_tiles,
+                    q_tiles,
+                    full,
+                    empty,
+                    q_full,
+                    lengths,
+                    of,
+                    row,
+                    end,
+                    lo,
+                    per_chunk,
+                    first_row,
+                    LAYOUT,
+                    C,
+                ),
+            ),
         ],
-        [4, 1], [232, 40],
-    )  # fmt: skip
+        [4, 1],
+        [232, 40],
+    )
 
 
 def supports(q: Tensor, key: Tensor, layout_key: str, cmp_ratio: int) -> bool:
@@ -497,10 +728,20 @@ def _config(groups: int, max_kv_len: int, columns: int, num_sms: int) -> tuple[i
 
 
 def launch(
-    q: Tensor, key: Tensor, weights: Tensor, scores: Tensor, sample: Tensor, lengths: Tensor,
-    plan: rows.Plan, layout_key: str, shared: int, first: int, count: int,
-    query_scale: Tensor | None, key_scale: Tensor | None,
-) -> None:  # fmt: skip
+    q: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    scores: Tensor,
+    sample: Tensor,
+    lengths: Tensor,
+    plan: rows.Plan,
+    layout_key: str,
+    shared: int,
+    first: int,
+    count: int,
+    query_scale: Tensor | None,
+    key_scale: Tensor | None,
+) -> None:
     """Scores of `count` rows from row `first` on, `shared` to a program, and every EVERY-th of
     them once more as a sample.  query_scale [rows, N]; key_scale as key, without its last axis."""
     heads, dim = q.shape[1:]
@@ -518,16 +759,33 @@ def launch(
     launches.kernel(_scores_shared if parts == 2 else _scores, groups * chunks)(
         describe_box(q, [*q.shape], [*q.stride()], [shared // parts, h_tile, dim]),
         describe_box(key, [tall, wide, dim], [outer, inner, 1], [1, 64, dim]),
-        weights, qs, ks, scores=scores, sample=sample, lengths=lengths, first_row=first,
-        count=count, chunks=chunks, per_chunk=per_chunk,
+        weights,
+        qs,
+        ks,
+        scores=scores,
+        sample=sample,
+        lengths=lengths,
+        first_row=first,
+        count=count,
+        chunks=chunks,
+        per_chunk=per_chunk,
         strides=(
-            scores.stride(0), sample.stride(0), weights.stride(0), *qs.stride(),
+            scores.stride(0),
+            sample.stride(0),
+            weights.stride(0),
+            *qs.stride(),
             *rows.strides(layout_key, ks),
         ),
-        **plan.arguments, LAYOUT=plan.layout,
+        **plan.arguments,
+        LAYOUT=plan.layout,
         C=Constants(
-            HEADS=heads, ROWS=shared, STAGES=stages, EVERY=EVERY, E4M3=key_scale is not None,
+            HEADS=heads,
+            ROWS=shared,
+            STAGES=stages,
+            EVERY=EVERY,
+            E4M3=key_scale is not None,
             QUERY_SCALE=query_scale is not None,
         ),
-        num_warps=4, launch_pdl=True,
-    )  # fmt: skip
+        num_warps=4,
+        launch_pdl=True,
+    )

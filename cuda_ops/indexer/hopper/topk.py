@@ -283,10 +283,22 @@ def _bound(x, drawn, length, k):
 
 @gluon.jit(do_not_specialize=["k"])
 def _collect(
-    scores, sample, lengths, candidates, counts, k, stride, sample_stride,
-    CHUNKS: gl.constexpr, ROOM: gl.constexpr, SAMPLE: gl.constexpr, EACH: gl.constexpr,
-    SPARSE: gl.constexpr, BLOCK: gl.constexpr, WHOLE: gl.constexpr,
-):  # fmt: skip
+    scores,
+    sample,
+    lengths,
+    candidates,
+    counts,
+    k,
+    stride,
+    sample_stride,
+    CHUNKS: gl.constexpr,
+    ROOM: gl.constexpr,
+    SAMPLE: gl.constexpr,
+    EACH: gl.constexpr,
+    SPARSE: gl.constexpr,
+    BLOCK: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
     """What may win of one chunk of a row, ascending: the score in the high half, the position in
     the low one; and how many they are."""
     row = gl.program_id(0).to(gl.int64)
@@ -372,10 +384,20 @@ def _select_short(scores, length, k, indices, values, BLOCK: gl.constexpr, VALUE
 
 @gluon.jit(do_not_specialize=["k"])
 def _topk(
-    scores, lengths, candidates, counts, indices, values, k, stride,
-    CHUNKS: gl.constexpr, ROOM: gl.constexpr, BLOCK: gl.constexpr, LONG: gl.constexpr,
+    scores,
+    lengths,
+    candidates,
+    counts,
+    indices,
+    values,
+    k,
+    stride,
+    CHUNKS: gl.constexpr,
+    ROOM: gl.constexpr,
+    BLOCK: gl.constexpr,
+    LONG: gl.constexpr,
     VALUES: gl.constexpr,
-):  # fmt: skip
+):
     """The winners of a row.  LONG: _collect ran."""
     row = gl.program_id(0).to(gl.int64)
     gdc_launch_dependents()
@@ -443,13 +465,38 @@ def launch(
         of, each = (scores, 1) if sample is None else (sample, EVERY)
         most = BLOCK if width <= 2**18 else 4 * BLOCK  # of a sample
         launches.kernel(_collect, rows, chunks)(
-            scores, of, lengths, candidates, counts, k, scores.stride(0), of.stride(0),
-            CHUNKS=chunks, ROOM=room, SAMPLE=min(most, triton.next_power_of_2(width // each)),
-            EACH=each, SPARSE=width // each > most or width // each % most > 0, BLOCK=BLOCK,
-            WHOLE=width % BLOCK == 0 and scores.stride(0) % BLOCK == 0, num_warps=8,
+            scores,
+            of,
+            lengths,
+            candidates,
+            counts,
+            k,
+            scores.stride(0),
+            of.stride(0),
+            CHUNKS=chunks,
+            ROOM=room,
+            SAMPLE=min(most, triton.next_power_of_2(width // each)),
+            EACH=each,
+            SPARSE=width // each > most or width // each % most > 0,
+            BLOCK=BLOCK,
+            WHOLE=width % BLOCK == 0 and scores.stride(0) % BLOCK == 0,
+            num_warps=8,
             launch_pdl=True,
-        )  # fmt: skip
+        )
     launches.kernel(_topk, rows)(
-        scores, lengths, candidates, counts, indices, values, k, scores.stride(0), CHUNKS=chunks,
-        ROOM=room, BLOCK=BLOCK, LONG=long, VALUES=values.numel() > 0, num_warps=8, launch_pdl=True,
-    )  # fmt: skip
+        scores,
+        lengths,
+        candidates,
+        counts,
+        indices,
+        values,
+        k,
+        scores.stride(0),
+        CHUNKS=chunks,
+        ROOM=room,
+        BLOCK=BLOCK,
+        LONG=long,
+        VALUES=values.numel() > 0,
+        num_warps=8,
+        launch_pdl=True,
+    )

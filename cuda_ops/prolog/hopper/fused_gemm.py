@@ -37,7 +37,7 @@ def describe_weight(
 @gluon.jit
 def weight_tiles(
     w, COUNT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, FORM: gl.constexpr
-):  # fmt: skip
+):
     if FORM == NZ:
         shape: gl.constexpr = [COUNT, BLOCK_N // 16, BLOCK_K, 16]
     elif FORM == ROW_MAJOR:
@@ -94,9 +94,15 @@ def place(tokens, BLOCK_T: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constex
 
 @gluon.jit
 def own(
-    block, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, N3: gl.constexpr,
-    B0: gl.constexpr, B1: gl.constexpr, B2: gl.constexpr,
-):  # fmt: skip
+    block,
+    N0: gl.constexpr,
+    N1: gl.constexpr,
+    N2: gl.constexpr,
+    N3: gl.constexpr,
+    B0: gl.constexpr,
+    B1: gl.constexpr,
+    B2: gl.constexpr,
+):
     """(first column of the sum, first block, columns) of the weight that a block is of; weights end
     at blocks B0, B1, B2."""
     base = 0

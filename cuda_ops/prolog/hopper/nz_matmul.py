@@ -44,9 +44,17 @@ from .rotation import pass_on, rotate
 
 @gluon.jit
 def _fetch(
-    w, block, FIRST: gl.constexpr, END: gl.constexpr, BLOCK_N: gl.constexpr, FORM: gl.constexpr, k,
-    bar, tile, wanted,
-):  # fmt: skip
+    w,
+    block,
+    FIRST: gl.constexpr,
+    END: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    FORM: gl.constexpr,
+    k,
+    bar,
+    tile,
+    wanted,
+):
     """One tile of the weight whose blocks are [FIRST, END), if `block` is one of them."""
     if END > FIRST:
         mine = (block >= FIRST) & (block < END) & wanted
@@ -55,11 +63,22 @@ def _fetch(
 
 @gluon.jit
 def _store(
-    acc, out, tokens, token, block, run,
-    N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, N3: gl.constexpr,
-    B0: gl.constexpr, B1: gl.constexpr, B2: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr,
-):  # fmt: skip
+    acc,
+    out,
+    tokens,
+    token,
+    block,
+    run,
+    N0: gl.constexpr,
+    N1: gl.constexpr,
+    N2: gl.constexpr,
+    N3: gl.constexpr,
+    B0: gl.constexpr,
+    B1: gl.constexpr,
+    B2: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+):
     """out[run, t, column] = acc [BLOCK_N, BLOCK_T]: the block's own columns, of tokens there
     are."""
     COLUMN_THREADS: gl.constexpr = min(32, BLOCK_N // 4)
@@ -78,12 +97,32 @@ def _store(
 
 @gluon.jit(do_not_specialize=["tokens", "ahead"])
 def _product(
-    x, w0, w1, w2, w3, out, sin, cos, tokens, ahead,
-    RUN: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
-    N3: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr,
-    HEAD: gl.constexpr, INTERLEAVED: gl.constexpr, FORM: gl.constexpr,
-):  # fmt: skip
+    x,
+    w0,
+    w1,
+    w2,
+    w3,
+    out,
+    sin,
+    cos,
+    tokens,
+    ahead,
+    RUN: gl.constexpr,
+    N0: gl.constexpr,
+    N1: gl.constexpr,
+    N2: gl.constexpr,
+    N3: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    FIRST: gl.constexpr,
+    LATE: gl.constexpr,
+    HEAD: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    FORM: gl.constexpr,
+):
     B0: gl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     B1: gl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
     B2: gl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
@@ -173,10 +212,23 @@ def supports(
 
 
 def launch(
-    x: Tensor, weights: Sequence[Tensor], form: int, sizes: Sequence[int], out: Tensor, run: int,
-    grid: int, tiling: Tiling, *, first: bool = False, forked: bool = False, late: bool = False,
-    head: int = 0, sin: Tensor | None = None, cos: Tensor | None = None, interleaved: bool = False,
-) -> None:  # fmt: skip
+    x: Tensor,
+    weights: Sequence[Tensor],
+    form: int,
+    sizes: Sequence[int],
+    out: Tensor,
+    run: int,
+    grid: int,
+    tiling: Tiling,
+    *,
+    first: bool = False,
+    forked: bool = False,
+    late: bool = False,
+    head: int = 0,
+    sin: Tensor | None = None,
+    cos: Tensor | None = None,
+    interleaved: bool = False,
+) -> None:
     """out [RUNS, T, sum of sizes] = x [T, K] times the weights; size 0: there is no such weight.
     `late`: the kernel before is none that x comes from, so it is waited for at the end.
     `head`: columns of a head, of which the first 64 are rotated."""
@@ -187,12 +239,28 @@ def launch(
         for weight, size in zip(weights, sizes, strict=True)
     ]
     launches.kernel(_product, grid, out.shape[0])(
-        describe_matrix(x, tokens, depth, [tiling.tokens, tiling.k]), *described,
-        out, sin, cos,
-        tokens, min(chunks, tiling.stages),
-        RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
-        BLOCK_T=tiling.tokens, BLOCK_N=tiling.columns, BLOCK_K=tiling.k,
-        STAGES=min(max(chunks, 2), tiling.stages), GROUP=tiling.group, FIRST=first, LATE=late,
-        HEAD=head, INTERLEAVED=interleaved, FORM=form,
-        num_warps=tiling.warps, launch_pdl=not forked,
-    )  # fmt: skip
+        describe_matrix(x, tokens, depth, [tiling.tokens, tiling.k]),
+        *described,
+        out,
+        sin,
+        cos,
+        tokens,
+        min(chunks, tiling.stages),
+        RUN=run,
+        N0=sizes[0],
+        N1=sizes[1],
+        N2=sizes[2],
+        N3=sizes[3],
+        BLOCK_T=tiling.tokens,
+        BLOCK_N=tiling.columns,
+        BLOCK_K=tiling.k,
+        STAGES=min(max(chunks, 2), tiling.stages),
+        GROUP=tiling.group,
+        FIRST=first,
+        LATE=late,
+        HEAD=head,
+        INTERLEAVED=interleaved,
+        FORM=form,
+        num_warps=tiling.warps,
+        launch_pdl=not forked,
+    )

@@ -55,9 +55,7 @@ def _ask_last(w_uk, w_wide, full, step, head, CHUNKS: gl.constexpr, LAST: gl.con
 
 
 @gluon.jit
-def _scales(
-    c_scale, w_scale, t, tokens, head, step, CHUNKS: gl.constexpr, WIDE: gl.constexpr
-):  # fmt: skip
+def _scales(c_scale, w_scale, t, tokens, head, step, CHUNKS: gl.constexpr, WIDE: gl.constexpr):
     """(of the tokens, of each 64 columns)"""
     valid = step < CHUNKS
     by = gl.load(c_scale + t.to(gl.int64) * CHUNKS + step, mask=(t < tokens) & valid, other=0.0)
@@ -78,9 +76,7 @@ def _sums(w_tile, c_tile, zero, SWAP: gl.constexpr):
 
 
 @gluon.jit
-def _step(
-    w_wide, w_slim, c_tiles, full, i, plain, turned, by, x, y, z, n, SWAP: gl.constexpr
-):  # fmt: skip
+def _step(w_wide, w_slim, c_tiles, full, i, plain, turned, by, x, y, z, n, SWAP: gl.constexpr):
     """The products of step i; when it returns they are done in every warp, and its tiles are
     free."""
     stage = i % full.shape[0]
@@ -125,10 +121,24 @@ def _place(c_tiles, dtype: gl.constexpr, i: gl.constexpr, halves: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tokens"])
 def _query(
-    c, c_scale, wide, slim, w_scale, w_uk, query, query_rope, sin, cos, tokens,
-    HEADS: gl.constexpr, R: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
-    SWAP: gl.constexpr, INTERLEAVED: gl.constexpr,
-):  # fmt: skip
+    c,
+    c_scale,
+    wide,
+    slim,
+    w_scale,
+    w_uk,
+    query,
+    query_rope,
+    sin,
+    cos,
+    tokens,
+    HEADS: gl.constexpr,
+    R: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SWAP: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+):
     """A head from c to its outputs; SWAP: sums are transposed, [columns, tokens]."""
     dtype: gl.constexpr = w_uk.dtype
     BLOCK_T: gl.constexpr = c.block_shape[0]
@@ -149,13 +159,15 @@ def _query(
         tma_load(c, [token, each * 128], full.index(each), c_tiles.index(each))
 
     summed: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1],
+        version=[3, 0],
+        warps_per_cta=[gl.num_warps(), 1],
         instr_shape=[16, BLOCK_T if SWAP else 128, 32],
-    )  # fmt: skip
+    )
     narrow: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1],
+        version=[3, 0],
+        warps_per_cta=[gl.num_warps(), 1],
         instr_shape=[16, BLOCK_T if SWAP else 64, 32],
-    )  # fmt: skip
+    )
     plain = gl.zeros([128, BLOCK_T] if SWAP else [BLOCK_T, 128], gl.float32, summed)
     turned = gl.zeros([64, BLOCK_T] if SWAP else [BLOCK_T, 64], gl.float32, narrow)
     t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(0 if SWAP else 1, summed))
@@ -163,18 +175,14 @@ def _query(
     by, x, y, z = _scales(c_scale, w_scale, t, tokens, head, 0, CHUNKS, WIDE)
     for i in range(CHUNKS - STAGES):
         ahead = _scales(c_scale, w_scale, t, tokens, head, i + 1, CHUNKS, WIDE)
-        plain, turned = _step(
-            w_wide, w_slim, c_tiles, full, i, plain, turned, by, x, y, z, n, SWAP
-        )  # fmt: skip
+        plain, turned = _step(w_wide, w_slim, c_tiles, full, i, plain, turned, by, x, y, z, n, SWAP)
         by, x, y, z = ahead
         later = i + STAGES
         _ask(wide, slim, w_wide, w_slim, full, later, head, BYTES)
         tma_load(c, [token, later * 128], full.index(i % STAGES), c_tiles.index(i % STAGES))
     for i in range(CHUNKS - STAGES, CHUNKS):
         ahead = _scales(c_scale, w_scale, t, tokens, head, i + 1, CHUNKS, WIDE)
-        plain, turned = _step(
-            w_wide, w_slim, c_tiles, full, i, plain, turned, by, x, y, z, n, SWAP
-        )  # fmt: skip
+        plain, turned = _step(w_wide, w_slim, c_tiles, full, i, plain, turned, by, x, y, z, n, SWAP)
         by, x, y, z = ahead
         _ask_last(w_uk, w_wide, full, i + STAGES, head, CHUNKS, LAST)
 
@@ -188,13 +196,21 @@ def _query(
     fence_async_shared()
     barrier()
     rotate(
-        last_place, query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, BLOCK_T,
-        INTERLEAVED
-    )  # fmt: skip
+        last_place,
+        query_rope + head * 64,
+        HEADS * 64,
+        sin,
+        cos,
+        token,
+        tokens,
+        BLOCK_T,
+        INTERLEAVED,
+    )
     absorbed: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1],
+        version=[3, 0],
+        warps_per_cta=[gl.num_warps(), 1],
         instr_shape=[16, BLOCK_T if SWAP else 64, 16],
-    )  # fmt: skip
+    )
     nothing = gl.zeros([64, BLOCK_T] if SWAP else [BLOCK_T, 64], gl.float32, absorbed)
     out = _absorbed(q, w_wide, full, CHUNKS, w_uk, nothing, SWAP)
     for last in gl.static_range(LAST):
@@ -233,9 +249,19 @@ def supports(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:
 
 
 def launch(
-    c: Tensor, c_scale: Tensor, weight: Tensor, w_scale: Tensor, w_uk: Tensor, sin: Tensor,
-    cos: Tensor, query: Tensor, query_rope: Tensor, interleaved: bool, *, forked: bool,
-) -> None:  # fmt: skip
+    c: Tensor,
+    c_scale: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    w_uk: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    query: Tensor,
+    query_rope: Tensor,
+    interleaved: bool,
+    *,
+    forked: bool,
+) -> None:
     """c [T, K] -> query [.., N, R], query_rope [.., N, D], in one launch."""
     tokens, depth = c.shape
     count, _, rank = w_uk.shape
@@ -244,12 +270,23 @@ def launch(
     if not gluon_names.REINTERPRETS_PARTS:  # two tiles of c become one of the query
         stages -= stages % 2
     launches.kernel(_query, count, -(-tokens // tile))(
-        describe_box(c, [tokens, depth], [depth, 1], [tile, 128]), c_scale,
+        describe_box(c, [tokens, depth], [depth, 1], [tile, 128]),
+        c_scale,
         describe_box(weight, [count * 192, depth], [depth, 1], [128, 128]),
-        describe_box(weight, [count * 192, depth], [depth, 1], [64, 128]), w_scale,
+        describe_box(weight, [count * 192, depth], [depth, 1], [64, 128]),
+        w_scale,
         describe_matrix(w_uk, count * 128, rank, [128, 64]),
         describe_matrix(query, tokens, count * rank, [tile, 64]),
-        query_rope, sin, cos, tokens,
-        HEADS=count, R=rank, CHUNKS=depth // 128, STAGES=stages, SWAP=tile <= SWAPPED,
-        INTERLEAVED=interleaved, num_warps=8 if tile == 128 else 4, launch_pdl=not forked,
-    )  # fmt: skip
+        query_rope,
+        sin,
+        cos,
+        tokens,
+        HEADS=count,
+        R=rank,
+        CHUNKS=depth // 128,
+        STAGES=stages,
+        SWAP=tile <= SWAPPED,
+        INTERLEAVED=interleaved,
+        num_warps=8 if tile == 128 else 4,
+        launch_pdl=not forked,
+    )

@@ -35,7 +35,7 @@ SWAPPED = 32  # tokens of one transposed product
 @gluon.jit
 def _fetch(
     w, block, FIRST: gl.constexpr, END: gl.constexpr, BLOCK_N: gl.constexpr, k, bar, tile, wanted
-):  # fmt: skip
+):
     """One tile of the weight whose blocks are [FIRST, END), if `block` is one of them."""
     if END > FIRST:
         mine = (block >= FIRST) & (block < END) & wanted
@@ -44,9 +44,15 @@ def _fetch(
 
 @gluon.jit
 def _scale(
-    scale, block, k_block, FIRST: gl.constexpr, END: gl.constexpr, BLOCK_N: gl.constexpr,
-    KB: gl.constexpr, SIZE: gl.constexpr,
-):  # fmt: skip
+    scale,
+    block,
+    k_block,
+    FIRST: gl.constexpr,
+    END: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    KB: gl.constexpr,
+    SIZE: gl.constexpr,
+):
     """Of block `k_block` of k, or zero where the weight is another one, or k has ended."""
     mine = (block >= FIRST) & (block < END) & (k_block < KB)
     column = (block - FIRST) * BLOCK_N // 128
@@ -55,10 +61,23 @@ def _scale(
 
 @gluon.jit
 def _scales(
-    x_scale, s0, s1, s2, t, tokens, block, k_block, KB: gl.constexpr, N0: gl.constexpr,
-    N1: gl.constexpr, N2: gl.constexpr, B0: gl.constexpr, B1: gl.constexpr, B2: gl.constexpr,
+    x_scale,
+    s0,
+    s1,
+    s2,
+    t,
+    tokens,
+    block,
+    k_block,
+    KB: gl.constexpr,
+    N0: gl.constexpr,
+    N1: gl.constexpr,
+    N2: gl.constexpr,
+    B0: gl.constexpr,
+    B1: gl.constexpr,
+    B2: gl.constexpr,
     BLOCK_N: gl.constexpr,
-):  # fmt: skip
+):
     """Of each token, times that of the weights."""
     by = _scale(s0, block, k_block, 0, B0, BLOCK_N, KB, N0)
     if N1 > 0:
@@ -71,9 +90,20 @@ def _scales(
 
 @gluon.jit
 def _store(
-    acc, out, tokens, token, block, run, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
-    B0: gl.constexpr, B1: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr,
-):  # fmt: skip
+    acc,
+    out,
+    tokens,
+    token,
+    block,
+    run,
+    N0: gl.constexpr,
+    N1: gl.constexpr,
+    N2: gl.constexpr,
+    B0: gl.constexpr,
+    B1: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+):
     """out[run, t, column] = acc [BLOCK_T, BLOCK_N]: the block's own columns, of tokens there
     are."""
     LANES: gl.constexpr = BLOCK_N // 4
@@ -90,11 +120,30 @@ def _store(
 
 @gluon.jit(do_not_specialize=["tokens"])
 def _product(
-    x, x_scale, w0, w1, w2, s0, s1, s2, out, tokens,
-    KB: gl.constexpr, CHUNKS: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
-    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    SWAP: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr, SECOND: gl.constexpr,
-):  # fmt: skip
+    x,
+    x_scale,
+    w0,
+    w1,
+    w2,
+    s0,
+    s1,
+    s2,
+    out,
+    tokens,
+    KB: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    N0: gl.constexpr,
+    N1: gl.constexpr,
+    N2: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    SWAP: gl.constexpr,
+    FIRST: gl.constexpr,
+    LATE: gl.constexpr,
+    SECOND: gl.constexpr,
+):
     B0: gl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     B1: gl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
     B2: gl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
@@ -117,15 +166,14 @@ def _product(
         tma_load(x, [token, (lo + i) * 128], full.index(i), x_tiles.index(i))
 
     summed: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1],
+        version=[3, 0],
+        warps_per_cta=[gl.num_warps(), 1],
         instr_shape=[16, BLOCK_T if SWAP else BLOCK_N, 32],
-    )  # fmt: skip
+    )
     zero = gl.zeros([BLOCK_N, BLOCK_T] if SWAP else [BLOCK_T, BLOCK_N], gl.float32, summed)
     t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(0 if SWAP else 1, summed))
     acc = zero
-    by = _scales(
-        x_scale, s0, s1, s2, t, tokens, block, lo, KB, N0, N1, N2, B0, B1, B2, BLOCK_N
-    )  # fmt: skip
+    by = _scales(x_scale, s0, s1, s2, t, tokens, block, lo, KB, N0, N1, N2, B0, B1, B2, BLOCK_N)
     for i in range(CHUNKS):
         stage = i % STAGES
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
@@ -137,7 +185,7 @@ def _product(
             part = warpgroup_mma(x_tile, w_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
         ahead = _scales(
             x_scale, s0, s1, s2, t, tokens, block, lo + i + 1, KB, N0, N1, N2, B0, B1, B2, BLOCK_N
-        )  # fmt: skip
+        )
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
         barrier()  # done in every warp: the tiles are free
         later = i + STAGES
@@ -169,23 +217,47 @@ def supports(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def launch(
-    x: Tensor, x_scale: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor | None],
-    sizes: Sequence[int], out: Tensor, chunks: int, grid: int, config: Tiling, *, first: bool,
-    late: bool, second: bool, forked: bool,
-) -> None:  # fmt: skip
+    x: Tensor,
+    x_scale: Tensor,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    out: Tensor,
+    chunks: int,
+    grid: int,
+    config: Tiling,
+    *,
+    first: bool,
+    late: bool,
+    second: bool,
+    forked: bool,
+) -> None:
     """out [RUNS, T, sum of sizes] = x [T, K] times the weights, `chunks` blocks of k a run; size
     0: there is no such weight."""
     tokens, depth = x.shape
     launches.kernel(_product, grid, out.shape[0])(
-        describe_box(x, [tokens, depth], [depth, 1], [config.tokens, 128]), x_scale,
+        describe_box(x, [tokens, depth], [depth, 1], [config.tokens, 128]),
+        x_scale,
         *(
             describe_box(weight, [max(size, 1), depth], [depth, 1], [config.columns, 128])
             for weight, size in zip(weights, sizes, strict=True)
         ),
-        *scales, out, tokens,
-        KB=cdiv(depth, 128), CHUNKS=chunks, N0=sizes[0], N1=sizes[1], N2=sizes[2],
-        BLOCK_T=config.tokens, BLOCK_N=config.columns, STAGES=min(chunks, config.stages),
+        *scales,
+        out,
+        tokens,
+        KB=cdiv(depth, 128),
+        CHUNKS=chunks,
+        N0=sizes[0],
+        N1=sizes[1],
+        N2=sizes[2],
+        BLOCK_T=config.tokens,
+        BLOCK_N=config.columns,
+        STAGES=min(chunks, config.stages),
         GROUP=config.group,
-        SWAP=config.swap, FIRST=first, LATE=late, SECOND=second, num_warps=config.warps,
+        SWAP=config.swap,
+        FIRST=first,
+        LATE=late,
+        SECOND=second,
+        num_warps=config.warps,
         launch_pdl=not forked,
-    )  # fmt: skip
+    )

@@ -45,9 +45,7 @@ def _ask(w, c, w_tiles, c_tiles, full, step, wanted, head, token, FORM: gl.const
 
 
 @gluon.jit
-def _ask_last(
-    w_uk, w_tiles, c_tiles, full, step, head, CHUNKS: gl.constexpr, LAST: gl.constexpr
-):  # fmt: skip
+def _ask_last(w_uk, w_tiles, c_tiles, full, step, head, CHUNKS: gl.constexpr, LAST: gl.constexpr):
     """Two blocks of w_uk, for step `step` of the LAST ones: twice 64 columns, or the upper and the
     lower half of 64 columns."""
     STAGES: gl.constexpr = c_tiles.shape[0]
@@ -94,10 +92,21 @@ def _place(c_tiles, i: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tokens"])
 def _query(
-    c, w, w_uk, query, query_rope, sin, cos, tokens,
-    HEADS: gl.constexpr, R: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
-    INTERLEAVED: gl.constexpr, FORM: gl.constexpr,
-):  # fmt: skip
+    c,
+    w,
+    w_uk,
+    query,
+    query_rope,
+    sin,
+    cos,
+    tokens,
+    HEADS: gl.constexpr,
+    R: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+    FORM: gl.constexpr,
+):
     """A head from c to its outputs: the last 64 columns of c W are rotated, the first 128 absorbed.
     Transposed, [columns, tokens], but for the absorption of many tokens.  Eight warps halve the
     tokens, not the columns."""
@@ -145,9 +154,16 @@ def _query(
     fence_async_shared()
     barrier()
     rotate(
-        _place(c_tiles, 2), query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, BLOCK_T,
+        _place(c_tiles, 2),
+        query_rope + head * 64,
+        HEADS * 64,
+        sin,
+        cos,
+        token,
+        tokens,
+        BLOCK_T,
         INTERLEAVED,
-    )  # fmt: skip
+    )
     shape: gl.constexpr = [64, BLOCK_T] if SWAP else [BLOCK_T, 64]
     absorbed: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4 * GROUPS, 1], instr_shape=[16, BLOCK_T if SWAP else 64, 16]
@@ -203,9 +219,18 @@ def supports(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:
 
 
 def launch(
-    c: Tensor, weight: Tensor, form: int, w_uk: Tensor, sin: Tensor, cos: Tensor, query: Tensor,
-    query_rope: Tensor, interleaved: bool, *, forked: bool,
-) -> None:  # fmt: skip
+    c: Tensor,
+    weight: Tensor,
+    form: int,
+    w_uk: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    query: Tensor,
+    query_rope: Tensor,
+    interleaved: bool,
+    *,
+    forked: bool,
+) -> None:
     """c [T, K] -> query [.., N, R], query_rope [.., N, D], in one launch."""
     tokens, depth = c.shape
     count, _, rank = w_uk.shape
@@ -218,7 +243,16 @@ def launch(
         describe_weight(weight, form, depth, count * 192, 64, k),
         describe_matrix(w_uk, count * 128, rank, [k, 64]),
         describe_matrix(query, tokens, count * rank, [tile, 64]),
-        query_rope, sin, cos, tokens,
-        HEADS=count, R=rank, CHUNKS=depth // k, STAGES=stages, INTERLEAVED=interleaved, FORM=form,
-        num_warps=8 if tile == 256 else 4, launch_pdl=not forked,
-    )  # fmt: skip
+        query_rope,
+        sin,
+        cos,
+        tokens,
+        HEADS=count,
+        R=rank,
+        CHUNKS=depth // k,
+        STAGES=stages,
+        INTERLEAVED=interleaved,
+        FORM=form,
+        num_warps=8 if tile == 256 else 4,
+        launch_pdl=not forked,
+    )

@@ -32,9 +32,15 @@ BLOCK_N = 64
 
 @gluon.jit(do_not_specialize=["tokens", "programs"])
 def _absorb(
-    q_blocks, w_blocks, out_blocks, tokens, programs,
-    DN: gl.constexpr, D: gl.constexpr, R: gl.constexpr,
-):  # fmt: skip
+    q_blocks,
+    w_blocks,
+    out_blocks,
+    tokens,
+    programs,
+    DN: gl.constexpr,
+    D: gl.constexpr,
+    R: gl.constexpr,
+):
     dtype: gl.constexpr = q_blocks.dtype
     BLOCK_T: gl.constexpr = q_blocks.block_shape[0]
     WIDE: gl.constexpr = w_blocks.block_shape[1]
@@ -127,6 +133,11 @@ def launch(q: Tensor, w_uk: Tensor, query: Tensor, rotary: int) -> None:
         describe_matrix(q, tokens, total, [tile, plain]),
         describe_matrix(w_uk, heads * plain, rank, [plain, BLOCK_N]),
         describe_matrix(query, tokens, heads * rank, [tile, BLOCK_N]),
-        tokens, programs,
-        DN=plain, D=rotary, R=rank, num_warps=tile // 16, launch_pdl=True,
-    )  # fmt: skip
+        tokens,
+        programs,
+        DN=plain,
+        D=rotary,
+        R=rank,
+        num_warps=tile // 16,
+        launch_pdl=True,
+    )

@@ -17,15 +17,18 @@ def _pairs(tokens, interleaved, warps):
     of_warps = [[1 << i, 0] for i in range(warps.bit_length() - 1)]
     rows = [[warps << i, 0] for i in range((tokens // warps).bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        reg_bases=[first, *rows], lane_bases=lanes, warp_bases=of_warps, block_bases=[],
+        reg_bases=[first, *rows],
+        lane_bases=lanes,
+        warp_bases=of_warps,
+        block_bases=[],
         shape=[tokens, 64],
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
 def rotate(
     tile, out, stride, sin, cos, token, tokens, BLOCK_T: gl.constexpr, INTERLEAVED: gl.constexpr
-):  # fmt: skip
+):
     """out[t * stride :] = the 64 columns of shared tile [BLOCK_T, 64], rotated."""
     dtype: gl.constexpr = out.dtype.element_ty
     ROWS: gl.constexpr = min(BLOCK_T, 32)  # at a time, for the registers

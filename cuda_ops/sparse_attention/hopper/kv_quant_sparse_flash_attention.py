@@ -101,9 +101,13 @@ def _put(words, scale, half, PART: gl.constexpr, KIND: gl.constexpr):
     """The 64 columns that they stand for: the product in float32, rounded once."""
     # as words they take a register for four values, on their way from one step to the next too
     a, b, c, d = gl.inline_asm_elementwise(
-        INT8 if KIND == quantise.INT8 else E4M3, "=f,=f,=f,=f,r", [words],
-        (gl.float32, gl.float32, gl.float32, gl.float32), True, 1,
-    )  # fmt: skip
+        INT8 if KIND == quantise.INT8 else E4M3,
+        "=f,=f,=f,=f,r",
+        [words],
+        (gl.float32, gl.float32, gl.float32, gl.float32),
+        True,
+        1,
+    )
     by = scale[:, None]
     wide = gl.join(gl.join(a * by, c * by), gl.join(b * by, d * by))
     to = half.slice(PART * 64, 64, dim=1)
@@ -113,9 +117,21 @@ def _put(words, scale, half, PART: gl.constexpr, KIND: gl.constexpr):
 
 @gluon.jit
 def _turn(
-    x, y, z, w, by_xy, by_zw, half, key, scales, slot, key_stride, scale_stride,
-    NEXT: gl.constexpr, KIND: gl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    z,
+    w,
+    by_xy,
+    by_zw,
+    half,
+    key,
+    scales,
+    slot,
+    key_stride,
+    scale_stride,
+    NEXT: gl.constexpr,
+    KIND: gl.constexpr,
+):
     """Put four pieces into a half tile, each of which makes room for one of the half that is next,
     the left one (0) or the right one (1) of the rows `slot`."""
     _put(x, by_xy, half, 0, KIND)
@@ -153,9 +169,22 @@ def _copy_rope(key_rope, places, pieces, rope, bar, TILE: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    q, q_rope, key, key_rope, indices, key_scale, of, entries, per_split, strides, items, tiles,
-    LAYOUT: gl.constexpr, C: gl.constexpr, KIND: gl.constexpr,
-):  # fmt: skip
+    q,
+    q_rope,
+    key,
+    key_rope,
+    indices,
+    key_scale,
+    of,
+    entries,
+    per_split,
+    strides,
+    items,
+    tiles,
+    LAYOUT: gl.constexpr,
+    C: gl.constexpr,
+    KIND: gl.constexpr,
+):
     q_row, q_head, qr_row, qr_head, key_stride, rope_stride, scale_stride, index_stride = strides
     q_left, q_right, qr, left, right, rope, _exchange, places, bars = tiles
     column = gl.arange(0, 128, layout=LINE)
@@ -218,17 +247,41 @@ def _producer(
         slot1 = now.slice(64, 64).load(ROW)
         mbarrier.wait(bars.index(LEFT_FREE), phase)
         x, y, z, w, by_xy, by_zw = _turn(
-            x, y, z, w, by_xy, by_zw, left.index(0), key, key_scale, slot0, key_stride,
-            scale_stride, 1, KIND,
-        )  # fmt: skip
+            x,
+            y,
+            z,
+            w,
+            by_xy,
+            by_zw,
+            left.index(0),
+            key,
+            key_scale,
+            slot0,
+            key_stride,
+            scale_stride,
+            1,
+            KIND,
+        )
         arrive(bars, LEFT)
         mbarrier.wait(bars.index(RIGHT_FREE), phase)  # the odd consumer has read the weights too
         _copy_rope(key_rope, now, rope_stride, rope, bars.index(RIGHT), 0)
         slot = slots(index, entry, kv_len, request, start, of, C.SPARSE_BLOCK, LAYOUT)
         x, y, z, w, by_xy, by_zw = _turn(
-            x, y, z, w, by_xy, by_zw, right.index(0), key, key_scale, slot1, key_stride,
-            scale_stride, 0, KIND,
-        )  # fmt: skip
+            x,
+            y,
+            z,
+            w,
+            by_xy,
+            by_zw,
+            right.index(0),
+            key,
+            key_scale,
+            slot1,
+            key_stride,
+            scale_stride,
+            0,
+            KIND,
+        )
         arrive(bars, RIGHT)
         # the places of the step before are free, since both consumers let go of its first tile
         after.store(slot)
@@ -237,16 +290,40 @@ def _producer(
         mbarrier.wait(bars.index(LEFT_FREE + 1), phase)
         _copy_rope(key_rope, now, rope_stride, rope, bars.index(RIGHT + 1), 1)
         x, y, z, w, by_xy, by_zw = _turn(
-            x, y, z, w, by_xy, by_zw, left.index(1), key, key_scale, slot1, key_stride,
-            scale_stride, 1, KIND,
-        )  # fmt: skip
+            x,
+            y,
+            z,
+            w,
+            by_xy,
+            by_zw,
+            left.index(1),
+            key,
+            key_scale,
+            slot1,
+            key_stride,
+            scale_stride,
+            1,
+            KIND,
+        )
         arrive(bars, LEFT + 1)
         slot0 = after.slice(0, 64).load(ROW)
         mbarrier.wait(bars.index(RIGHT_FREE + 1), phase)
         x, y, z, w, by_xy, by_zw = _turn(
-            x, y, z, w, by_xy, by_zw, right.index(1), key, key_scale, slot0, key_stride,
-            scale_stride, 0, KIND,
-        )  # fmt: skip
+            x,
+            y,
+            z,
+            w,
+            by_xy,
+            by_zw,
+            right.index(1),
+            key,
+            key_scale,
+            slot0,
+            key_stride,
+            scale_stride,
+            0,
+            KIND,
+        )
         arrive(bars, RIGHT + 1)
         phase = phase ^ 1
     async_copy.wait_group(0)
@@ -265,12 +342,36 @@ def _producer(
     ]
 )
 def _attend(
-    q, q_rope, key, key_rope, indices, key_scale, seqlens_q, seqlens_k, table, sinks, out,
-    partial, partial_max,
-    partial_sum, softmax_max, softmax_sum, scale_log2, entries, per_split, tokens, requests,
+    q,
+    q_rope,
+    key,
+    key_rope,
+    indices,
+    key_scale,
+    seqlens_q,
+    seqlens_k,
+    table,
+    sinks,
+    out,
+    partial,
+    partial_max,
+    partial_sum,
+    softmax_max,
+    softmax_sum,
+    scale_log2,
+    entries,
+    per_split,
+    tokens,
+    requests,
     max_kv_len,
-    table_stride, pages, strides, items, LAYOUT: gl.constexpr, C: gl.constexpr, KIND: gl.constexpr,
-):  # fmt: skip
+    table_stride,
+    pages,
+    strides,
+    items,
+    LAYOUT: gl.constexpr,
+    C: gl.constexpr,
+    KIND: gl.constexpr,
+):
     of = rows.Requests(
         seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
     )
@@ -298,14 +399,30 @@ def _attend(
         [
             (consumer0, (tiles, per_split, items, scale_log2, to, C)),
             (consumer1, (tiles, per_split, items, scale_log2, to, C)),
-            (_producer, (
-                q, q_rope, key, key_rope, indices, key_scale, of, entries, per_split, strides,
-                items, tiles, LAYOUT, C, KIND,
-            )),
+            (
+                _producer,
+                (
+                    q,
+                    q_rope,
+                    key,
+                    key_rope,
+                    indices,
+                    key_scale,
+                    of,
+                    entries,
+                    per_split,
+                    strides,
+                    items,
+                    tiles,
+                    LAYOUT,
+                    C,
+                    KIND,
+                ),
+            ),
         ],
         [4, 4],
         [208, 96],
-    )  # fmt: skip
+    )
 
 
 def supports(call: Attention) -> bool:
@@ -322,8 +439,11 @@ def supports(call: Attention) -> bool:
 def launch(call: Attention, key_scale: Tensor, kind: int) -> None:
     # keys and ropes in steps of 16 bytes
     strides = (
-        *call.query_strides, call.key.stride(-3) // 16, call.kr.stride(-3) // 8,
-        key_scale.stride(-3), call.index.stride(0),
-    )  # fmt: skip
+        *call.query_strides,
+        call.key.stride(-3) // 16,
+        call.kr.stride(-3) // 8,
+        key_scale.stride(-3),
+        call.index.stride(0),
+    )
     words = replace(call, key=call.key.view(torch.int32))
     run(_attend, words, strides, key_scale=key_scale, KIND=kind)

@@ -368,18 +368,35 @@ def run(kernel: Any, call: Attention, strides: tuple[int, ...], **more: Any) -> 
     parts = Parts.of(splits, count * heads, rank, call.softmax_max)
     items = count * splits * triton.cdiv(heads, 64)
     launches.kernel(kernel, min(items, processors))(
-        call.q, call.qr, call.key, call.kr, call.index,
-        sinks=call.softmax_max if call.sinks is None else call.sinks, out=call.out,
-        partial=parts.out, partial_max=parts.max, partial_sum=parts.sum,
+        call.q,
+        call.qr,
+        call.key,
+        call.kr,
+        call.index,
+        sinks=call.softmax_max if call.sinks is None else call.sinks,
+        out=call.out,
+        partial=parts.out,
+        partial_max=parts.max,
+        partial_sum=parts.sum,
         softmax_max=call.softmax_max,
-        softmax_sum=call.softmax_sum, scale_log2=call.scale_log2, entries=call.entries,
+        softmax_sum=call.softmax_sum,
+        scale_log2=call.scale_log2,
+        entries=call.entries,
         per_split=triton.cdiv(triton.cdiv(call.entries, splits), 128) * 128,
-        **call.plan.arguments, strides=strides, items=items, LAYOUT=call.plan.layout,
+        **call.plan.arguments,
+        strides=strides,
+        items=items,
+        LAYOUT=call.plan.layout,
         C=Constants(
-            HEADS=heads, SPLITS=splits, SPARSE_BLOCK=call.span, HAS_SINK=call.sinks is not None,
-            STATS=call.softmax_max.numel() > 0, ROPE=call.rope,
+            HEADS=heads,
+            SPLITS=splits,
+            SPARSE_BLOCK=call.span,
+            HAS_SINK=call.sinks is not None,
+            STATS=call.softmax_max.numel() > 0,
+            ROPE=call.rope,
         ),
-        num_warps=4, **more,
-    )  # fmt: skip
+        num_warps=4,
+        **more,
+    )
     if splits > 1:
         combine(parts, call.sinks, call.out, call.softmax_max, call.softmax_sum)

@@ -46,12 +46,14 @@ def _half(s, s2, queries, tile, COLUMN: gl.constexpr, S: gl.constexpr):
     for c in gl.static_range(2):
         s = mma_v2(
             queries.slice(COLUMN + 64 * c, 64, dim=1).load(Q),
-            tile.slice(64 * c, 64, dim=1).permute((1, 0)).load(K), s,
-        )  # fmt: skip
+            tile.slice(64 * c, 64, dim=1).permute((1, 0)).load(K),
+            s,
+        )
         s2 = mma_v2(
             queries.slice(COLUMN + 128 + 64 * c, 64, dim=1).load(Q),
-            tile.slice(128 + 64 * c, 64, dim=1).permute((1, 0)).load(K), s2,
-        )  # fmt: skip
+            tile.slice(128 + 64 * c, 64, dim=1).permute((1, 0)).load(K),
+            s2,
+        )
     return s, s2
 
 
@@ -69,9 +71,19 @@ def ask(base, slot, stride, left, right, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def part(
-    tiles, scale_log2, partial, partial_max, partial_sum, row, split, head, HEADS: gl.constexpr,
-    SPLITS: gl.constexpr, ROPE: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+    tiles,
+    scale_log2,
+    partial,
+    partial_max,
+    partial_sum,
+    row,
+    split,
+    head,
+    HEADS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    ROPE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """What 16 heads make of one tile of keys that is on its way: partial [rows, HEADS, SPLITS,
     512], not divided by the sum; partial_max, partial_sum likewise."""
     queries, query_ropes, left, right, ropes, places = tiles
@@ -83,8 +95,9 @@ def part(
     if ROPE > 0:
         s = mma_v2(
             query_ropes.load(gl.DotOperandLayout(0, S, 2)),
-            ropes.permute((1, 0)).load(gl.DotOperandLayout(1, S, 2)), s,
-        )  # fmt: skip
+            ropes.permute((1, 0)).load(gl.DotOperandLayout(1, S, 2)),
+            s,
+        )
     s, s2 = _half(s, gl.zeros([16, BLOCK_N], gl.float32, layout=S), queries, left, 0, S)
     async_copy.wait_group(0)
     s, s2 = _half(s, s2, queries, right, 256, S)
@@ -112,10 +125,22 @@ def part(
 
 @gluon.jit
 def _combine(
-    partial, partial_max, partial_sum, sinks, out, softmax_max, softmax_sum,
-    HEADS: gl.constexpr, SPLITS: gl.constexpr, HAS_SINK: gl.constexpr, STATS: gl.constexpr,
-    LSE: gl.constexpr, ROOM: gl.constexpr, DOWN: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+    partial,
+    partial_max,
+    partial_sum,
+    sinks,
+    out,
+    softmax_max,
+    softmax_sum,
+    HEADS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    STATS: gl.constexpr,
+    LSE: gl.constexpr,
+    ROOM: gl.constexpr,
+    DOWN: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """out of one row and head, some columns, from its SPLITS parts, always in the same order."""
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [ROOM // DOWN, 4], [1, 32], [DOWN, WARPS // DOWN], [1, 0]
@@ -165,9 +190,13 @@ def parts_of(count: int, splits: int, device: torch.device) -> tuple[Tensor, Ten
 
 
 def combine(
-    parts: tuple[Tensor, Tensor, Tensor], splits: int, sinks: Tensor | None, out: Tensor,
-    softmax_max: Tensor, softmax_sum: Tensor | None,
-) -> None:  # fmt: skip
+    parts: tuple[Tensor, Tensor, Tensor],
+    splits: int,
+    sinks: Tensor | None,
+    out: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor | None,
+) -> None:
     """out [.., heads, 512] of what `part` made; the statistics where not empty, or without
     `softmax_sum` their log-sum-exp for the maxima."""
     heads, rank = out.shape[-2:]
@@ -175,8 +204,19 @@ def combine(
     # a thread takes up to 16 parts of 4 columns
     down = min(4, max(1, room // 16))
     launches.kernel(_combine, out.numel() // rank, down)(
-        *parts, softmax_max if sinks is None else sinks, out, softmax_max,
-        softmax_max if softmax_sum is None else softmax_sum, HEADS=heads, SPLITS=splits,
-        HAS_SINK=sinks is not None, STATS=softmax_max.numel() > 0, LSE=softmax_sum is None,
-        ROOM=room, DOWN=down, WARPS=4, num_warps=4, launch_pdl=True,
-    )  # fmt: skip
+        *parts,
+        softmax_max if sinks is None else sinks,
+        out,
+        softmax_max,
+        softmax_max if softmax_sum is None else softmax_sum,
+        HEADS=heads,
+        SPLITS=splits,
+        HAS_SINK=sinks is not None,
+        STATS=softmax_max.numel() > 0,
+        LSE=softmax_sum is None,
+        ROOM=room,
+        DOWN=down,
+        WARPS=4,
+        num_warps=4,
+        launch_pdl=True,
+    )

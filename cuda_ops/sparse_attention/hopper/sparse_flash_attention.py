@@ -41,9 +41,20 @@ from .mla_consumers import (
 
 @gluon.jit
 def _producer(
-    q, q_rope, key, key_rope, indices, of, entries, per_split, strides, items, tiles,
-    LAYOUT: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+    q,
+    q_rope,
+    key,
+    key_rope,
+    indices,
+    of,
+    entries,
+    per_split,
+    strides,
+    items,
+    tiles,
+    LAYOUT: gl.constexpr,
+    C: gl.constexpr,
+):
     q_row, q_head, qr_row, qr_head, key_stride, rope_stride, index_stride = strides
     q_left, q_right, qr, left, right, rope, _exchange, places, bars = tiles
     ROW: gl.constexpr = gl.SliceLayout(1, GATHER)
@@ -136,11 +147,34 @@ def _producer(
     ]
 )
 def _attend(
-    q, q_rope, key, key_rope, indices, seqlens_q, seqlens_k, table, sinks, out, partial,
-    partial_max, partial_sum,
-    softmax_max, softmax_sum, scale_log2, entries, per_split, tokens, requests, max_kv_len,
-    table_stride, pages, strides, items, LAYOUT: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+    q,
+    q_rope,
+    key,
+    key_rope,
+    indices,
+    seqlens_q,
+    seqlens_k,
+    table,
+    sinks,
+    out,
+    partial,
+    partial_max,
+    partial_sum,
+    softmax_max,
+    softmax_sum,
+    scale_log2,
+    entries,
+    per_split,
+    tokens,
+    requests,
+    max_kv_len,
+    table_stride,
+    pages,
+    strides,
+    items,
+    LAYOUT: gl.constexpr,
+    C: gl.constexpr,
+):
     of = rows.Requests(
         seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
     )
@@ -171,14 +205,28 @@ def _attend(
         [
             (consumer0, (tiles, per_split, items, scale_log2, to, C)),
             (consumer1, (tiles, per_split, items, scale_log2, to, C)),
-            (_producer, (
-                q, q_rope, key, key_rope, indices, of, entries, per_split, strides, items, tiles,
-                LAYOUT, C,
-            )),
+            (
+                _producer,
+                (
+                    q,
+                    q_rope,
+                    key,
+                    key_rope,
+                    indices,
+                    of,
+                    entries,
+                    per_split,
+                    strides,
+                    items,
+                    tiles,
+                    LAYOUT,
+                    C,
+                ),
+            ),
         ],
         [4, 4],
         [208, 96],
-    )  # fmt: skip
+    )
 
 
 def supports(call: Attention) -> bool:

@@ -31,12 +31,33 @@ from .mla_parts import Tiles, ask, combine, part, parts_of
     do_not_specialize=["entries", "tokens", "requests", "max_kv_len", "table_stride", "pages"]
 )
 def _attend(
-    q, q_rope, key, key_rope, indices, seqlens_q, seqlens_k, table, partial, partial_max,
-    partial_sum, scale_log2,
-    entries, tokens, requests, max_kv_len, table_stride, pages, strides, HEADS: gl.constexpr,
-    SPLITS: gl.constexpr, SPARSE_BLOCK: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
-    ROPE: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+    q,
+    q_rope,
+    key,
+    key_rope,
+    indices,
+    seqlens_q,
+    seqlens_k,
+    table,
+    partial,
+    partial_max,
+    partial_sum,
+    scale_log2,
+    entries,
+    tokens,
+    requests,
+    max_kv_len,
+    table_stride,
+    pages,
+    strides,
+    HEADS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    SPARSE_BLOCK: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    ROPE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     q_row, q_head, qr_row, qr_head, key_stride, rope_stride, index_stride = strides
     of = rows.Requests(
         seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
@@ -83,9 +104,19 @@ def _attend(
     ask(key, slot, key_stride, left, right, GATHER)
     tiles = Tiles(queries, query_ropes, left, right, ropes, places)
     part(
-        tiles, scale_log2, partial, partial_max, partial_sum, row, split, head, HEADS, SPLITS, ROPE,
+        tiles,
+        scale_log2,
+        partial,
+        partial_max,
+        partial_sum,
+        row,
+        split,
+        head,
+        HEADS,
+        SPLITS,
+        ROPE,
         WARPS,
-    )  # fmt: skip
+    )
 
 
 def _tile(count: int, heads: int, entries: int) -> int:
@@ -113,10 +144,25 @@ def launch(call: Attention) -> None:
     parts = parts_of(count * heads, splits, call.q.device)
     warps = 8 if tile == 128 else 4
     launches.kernel(_attend, count * splits * triton.cdiv(heads, 16))(
-        call.q, call.qr, call.key, call.kr, call.index, partial=parts[0], partial_max=parts[1],
-        partial_sum=parts[2], scale_log2=call.scale_log2, entries=call.entries,
-        strides=strides(call), HEADS=heads, SPLITS=splits, SPARSE_BLOCK=call.span,
-        **call.plan.arguments, LAYOUT=call.plan.layout, BLOCK_N=tile, ROPE=call.rope, WARPS=warps,
+        call.q,
+        call.qr,
+        call.key,
+        call.kr,
+        call.index,
+        partial=parts[0],
+        partial_max=parts[1],
+        partial_sum=parts[2],
+        scale_log2=call.scale_log2,
+        entries=call.entries,
+        strides=strides(call),
+        HEADS=heads,
+        SPLITS=splits,
+        SPARSE_BLOCK=call.span,
+        **call.plan.arguments,
+        LAYOUT=call.plan.layout,
+        BLOCK_N=tile,
+        ROPE=call.rope,
+        WARPS=warps,
         num_warps=warps,
-    )  # fmt: skip
+    )
     combine(parts, splits, call.sinks, call.out, call.softmax_max, call.softmax_sum)

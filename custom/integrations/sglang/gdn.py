@@ -129,9 +129,14 @@ class DeltaRule(TritonGDNKernel):
             of = torch.bucketize(token, starts[1:], right=True).clamp(max=len(end) - 1)
             before = (token < end[of])[:, None]
             track_state[:] = npu_chunk_gated_delta_rule(
-                q, k, v, beta=beta * before, g=g * before, initial_state=old.float(),
+                q,
+                k,
+                v,
+                beta=beta * before,
+                g=g * before,
+                initial_state=old.float(),
                 actual_seq_lengths=lengths,
-            )[1]  # fmt: skip
+            )[1]
         out, final = npu_chunk_gated_delta_rule(
             q, k, v, beta=beta, g=g, initial_state=old, actual_seq_lengths=lengths
         )

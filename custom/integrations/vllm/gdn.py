@@ -103,9 +103,14 @@ class GatedDelta(QwenGatedDeltaNetAttention):
             )
 
     def prefill(
-        self, batch: GDNAttentionMetadata, columns: Tensor, states: Tensor,
-        qkv: Tensor, a: Tensor, b: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self,
+        batch: GDNAttentionMetadata,
+        columns: Tensor,
+        states: Tensor,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+    ) -> Tensor:
         """[T, Nv, Dv] of the batch's T tokens of prefills, from their slots and back to them."""
         n = batch.num_prefills
         slots: Any = batch.prefill_state_indices

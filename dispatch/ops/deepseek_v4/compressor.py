@@ -69,9 +69,23 @@ def check(
         cmp_block_table=cmp_block_table,
     )
     inputs(
-        c, x, wkv, wgate, ape, norm_weight, rope_sin, rope_cos, rope_head_dim, cmp_ratio,
-        cu_seqlens, seqused, coff, norm_eps, rotary_mode, hadamard,
-    )  # fmt: skip
+        c,
+        x,
+        wkv,
+        wgate,
+        ape,
+        norm_weight,
+        rope_sin,
+        rope_cos,
+        rope_head_dim,
+        cmp_ratio,
+        cu_seqlens,
+        seqused,
+        coff,
+        norm_eps,
+        rotary_mode,
+        hadamard,
+    )
     c.one_of("hadamard_round", hadamard_round, "bf16", "fp32")
     _state(c, x, state_cache, state_block_table, start_pos, cmp_ratio, coff, cache_mode)
     _entries(c, x, cmp_cache, cmp_scale_cache, cmp_block_table, kind)

@@ -155,9 +155,13 @@ def _common(
     rows = a["kv_kind"] == "fp8"
     width = str(quantised.V4_ROW) if rows else "D"
     floats = dict(
-        x="B S H", gamma_cq="Rq", gamma_kv="D", sin="B S Dr", cos="B S Dr",
+        x="B S H",
+        gamma_cq="Rq",
+        gamma_kv="D",
+        sin="B S Dr",
+        cos="B S Dr",
         ori_kv=f"pages P 1 {width}",
-    )  # fmt: skip
+    )
     integers = dict(ori_block_table="B max_pages", act_seqs="B")
     weights, others, caches = ["w_dq", "w_uq", "w_kv"], ["sinks"], ["ori_kv"]
     if a["seqused"] is not None:
@@ -224,8 +228,12 @@ def _entries(c: Checker, a: Mapping[str, Any]) -> None:
     for name in ("w_cmp_kv", "w_cmp_gate"):
         c.shape(name, a[name], "coff*D H")
     _wide(
-        c, a, cmp_ape="m coff*D", gamma_cmp="D", cmp_state="state_pages state_page 2*coff*D",
-    )  # fmt: skip
+        c,
+        a,
+        cmp_ape="m coff*D",
+        gamma_cmp="D",
+        cmp_state="state_pages state_page 2*coff*D",
+    )
     page = c.sizes["state_page"]
     c.require(page > 0, "`cmp_state` has pages of 0 slots, expected at least 1.")
     compressor.ring(c, a["state_block_table"], page, ratio, coff, a["state_mode"])
@@ -238,9 +246,12 @@ def _indexer(c: Checker, a: Mapping[str, Any]) -> None:
     for name in ("w_idx_kv", "w_idx_gate"):
         c.shape(name, a[name], "coff*Di H")
     _wide(
-        c, a, idx_ape="m coff*Di", gamma_idx="Di",
+        c,
+        a,
+        idx_ape="m coff*Di",
+        gamma_idx="Di",
         idx_state="state_pages state_page 2*coff*Di",
-    )  # fmt: skip
+    )
     c.require(
         a["cmp_ratio"] > 1 or page % 16 == 0,
         f"`cmp_kv` has pages of {page} entries, expected a multiple of 16 with cmp_ratio=1.",

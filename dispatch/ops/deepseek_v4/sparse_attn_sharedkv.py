@@ -71,9 +71,15 @@ def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> dict[str, 
     d_out = torch.zeros_like(out) if d_out is None else d_out.contiguous()
     q, ori_kv, cmp_kv = (x.pop(name) for name in _KEYS)
     d_q, d_ori, d_cmp = torch.ops.custom.npu_sparse_attn_sharedkv_grad(
-        d_out, q, ori_kv, cmp_kv, out, lse,
-        d_softmax_lse=None if d_lse is None else d_lse.contiguous(), **x,
-    )  # fmt: skip
+        d_out,
+        q,
+        ori_kv,
+        cmp_kv,
+        out,
+        lse,
+        d_softmax_lse=None if d_lse is None else d_lse.contiguous(),
+        **x,
+    )
     d = dict(q=d_q, ori_kv=d_ori) | ({} if cmp_kv is None else dict(cmp_kv=d_cmp))
     if (sinks := x["sinks"]) is not None:
         # they enter through the denominator alone: minus their share of it times d_out . out

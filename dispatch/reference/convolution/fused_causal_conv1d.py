@@ -111,7 +111,9 @@ def forward(
         fits = (chunk < count) & (boundary >= 0) & (row >= 0) & some[:, None]
         back = torch.arange(1 - width, 0, device=x.device)
         store(
-            row[..., None], boundary[..., None] + back, columns + back,
+            row[..., None],
+            boundary[..., None] + back,
+            columns + back,
             fits[..., None].expand(*fits.shape, width - 1),
-        )  # fmt: skip
+        )
     return out

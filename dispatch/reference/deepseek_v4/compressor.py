@@ -77,9 +77,15 @@ def forward(
     quantizers.write(state_cache, slots, torch.cat([kv, z], -1).to(state_cache.dtype))
     if cmp_cache is not None and cmp_block_table is not None:
         _store(
-            entries, windows, cmp_cache, cmp_scale_cache, cmp_block_table, kind, hadamard,
+            entries,
+            windows,
+            cmp_cache,
+            cmp_scale_cache,
+            cmp_block_table,
+            kind,
+            hadamard,
             hadamard_round,
-        )  # fmt: skip
+        )
     if not return_cmp_kv:
         return x.new_empty([0])
     return compression.placed(entries, closed, shape, hadamard, x.dtype)

@@ -40,9 +40,20 @@ def forward(
     cmp_ratio: int,
 ) -> tuple[Tensor, Tensor]:
     indices, values = scored(
-        query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
-        layout_query, layout_key, sparse_count, sparse_mode, pre_tokens, next_tokens, cmp_ratio,
-    )  # fmt: skip
+        query,
+        key,
+        weights,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        block_table,
+        layout_query,
+        layout_key,
+        sparse_count,
+        sparse_mode,
+        pre_tokens,
+        next_tokens,
+        cmp_ratio,
+    )
     return indices, values.to(query.dtype) if return_value else query.new_empty([0])
 
 
@@ -67,9 +78,19 @@ def scored(
         return scores(rows, layout.as_pages(key), by, slots)
 
     return select(
-        query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
-        layout_query, layout_key, sparse_count, sparse_mode, cmp_ratio, score,
-    )  # fmt: skip
+        query,
+        key,
+        weights,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        block_table,
+        layout_query,
+        layout_key,
+        sparse_count,
+        sparse_mode,
+        cmp_ratio,
+        score,
+    )
 
 
 def select(

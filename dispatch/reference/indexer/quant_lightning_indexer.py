@@ -55,6 +55,16 @@ def scored(
         return found * paged.gather(scale, slots, torch.float32)[:, 0]
 
     return lightning_indexer.select(
-        query.float(), key, weights, actual_seq_lengths_query, actual_seq_lengths_key,
-        block_table, layout_query, layout_key, sparse_count, sparse_mode, cmp_ratio, score,
-    )  # fmt: skip
+        query.float(),
+        key,
+        weights,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        block_table,
+        layout_query,
+        layout_key,
+        sparse_count,
+        sparse_mode,
+        cmp_ratio,
+        score,
+    )

@@ -26,10 +26,13 @@ def forward(**a: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, key, weights = indexer_prolog_pto.projected(**given)
     form: dict[str, Any] = dict(scale_format="ue8m0", index_hadamard=False, hadamard_round="bf16")
     index_cache_write.forward(
-        w8a8c8.transformed(key, a["hadamard_k"]), a["idx_k_cache"],
-        a["idx_k_scale_cache"].view(a["idx_k_cache"].shape[:3]), a["idx_k_cache_index"], "int8",
+        w8a8c8.transformed(key, a["hadamard_k"]),
+        a["idx_k_cache"],
+        a["idx_k_scale_cache"].view(a["idx_k_cache"].shape[:3]),
+        a["idx_k_cache_index"],
+        "int8",
         **form,
-    )  # fmt: skip
+    )
     query = w8a8c8.transformed(query[0], a["hadamard_q"])
     values, scale = quantize_index_query.forward(query, weights[0], "int8", False, **form)
     half = quantizers.stored(scale, torch.float16)

@@ -88,9 +88,15 @@ def with_rows(
         kind = quantised.kind_of(rows.dtype)
         assert kind is not None  # the check said so
         latent_cache_write.forward(
-            key, key_rope.to(dtype).to(quantised.rotary_dtype(key)), rows, slot, kind, row_layout,
-            scale_format, k_nope_clip_alpha,
-        )  # fmt: skip
+            key,
+            key_rope.to(dtype).to(quantised.rotary_dtype(key)),
+            rows,
+            slot,
+            kind,
+            row_layout,
+            scale_format,
+            k_nope_clip_alpha,
+        )
     return (
         query.view(*tokens, heads, rank),
         query_rope.view(*tokens, heads, rope_sin.shape[-1]),

@@ -63,7 +63,18 @@ def with_statistics(
         return torch.cat([k, selection.gather(key_rope, slot, wide)], dim=-1), v
 
     return sparse_flash_attention.attend(
-        query, of_key, quantised.LATENT, gathered, sparse_indices, scale_value, block_table,
-        actual_seq_lengths_query, actual_seq_lengths_kv, sparse_block_size, layout_query,
-        layout_kv, sparse_mode, sinks,
-    )  # fmt: skip
+        query,
+        of_key,
+        quantised.LATENT,
+        gathered,
+        sparse_indices,
+        scale_value,
+        block_table,
+        actual_seq_lengths_query,
+        actual_seq_lengths_kv,
+        sparse_block_size,
+        layout_query,
+        layout_kv,
+        sparse_mode,
+        sinks,
+    )

@@ -51,10 +51,21 @@ def forward(
         return k, v
 
     out, *statistics = attend(
-        q, key, query.shape[-1], gathered, sparse_indices, scale_value, block_table,
-        actual_seq_lengths_query, actual_seq_lengths_kv, sparse_block_size, layout_query,
-        layout_kv, sparse_mode, sinks,
-    )  # fmt: skip
+        q,
+        key,
+        query.shape[-1],
+        gathered,
+        sparse_indices,
+        scale_value,
+        block_table,
+        actual_seq_lengths_query,
+        actual_seq_lengths_kv,
+        sparse_block_size,
+        layout_query,
+        layout_kv,
+        sparse_mode,
+        sinks,
+    )
     if not return_softmax_lse:
         statistics = [each.new_empty([0]) for each in statistics]
     return out, statistics[0], statistics[1]

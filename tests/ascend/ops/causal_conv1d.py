@@ -61,8 +61,12 @@ CASES = (
     Case(OP, "packed", call([5, 1, 0, 40, 2], before=2, behind=3)),
     Case(OP, "no history, no bias", call([7, 1, 2], history=False, bias=False)),
     Case(OP, "three taps, no activation", call([9, 1], width=3, activation=None)),
-    Case(OP, "two taps, fp16, float32 weights", call([9, 1], width=2, weights=torch.float32),
-         torch.float16),
+    Case(
+        OP,
+        "two taps, fp16, float32 weights",
+        call([9, 1], width=2, weights=torch.float32),
+        torch.float16,
+    ),
     Case(OP, "a batch of wider rows", call([20, 20], packed=False)),
     Case(OP, "a batch, no history, two taps", call([3, 3], packed=False, history=False, width=2)),
     Case(OP, "one long sequence in parts", call([600], 1040), cores=(24,)),
@@ -72,7 +76,7 @@ CASES = (
     Case(OP, "a model's channels", call([3, 6], 8192), cores=(24,)),
     Case(OP, "sums beyond the tokens", beyond),
     Case(OP, "sums that fall", call([7, -3, 6, -2, 5], behind=2)),
-)  # fmt: skip
+)
 CONTROLS = (
     Control(
         "a part that begins with nothing before it",

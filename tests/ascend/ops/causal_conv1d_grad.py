@@ -37,8 +37,12 @@ CASES = (
     Case(OP, "no history, no bias", call([7, 1, 2], history=False, bias=False, final=False)),
     Case(OP, "three taps, no activation", call([9, 1], width=3, activation=None)),
     Case(OP, "three taps", call([9, 1], width=3)),
-    Case(OP, "two taps, fp16, float32 weights", call([9, 1], width=2, weights=torch.float32),
-         torch.float16),
+    Case(
+        OP,
+        "two taps, fp16, float32 weights",
+        call([9, 1], width=2, weights=torch.float32),
+        torch.float16,
+    ),
     Case(OP, "a batch of wider rows", call([20, 20], packed=False)),
     Case(OP, "one long sequence in parts", call([300], 1040), cores=(24,)),
     Case(OP, "520 channels, tokens before and behind", call([3], 520, before=1, behind=1)),
@@ -46,7 +50,7 @@ CASES = (
     Case(OP, "wider rows in parts", call([300], packed=False), cores=(24,)),
     Case(OP, "parts of a sequence with few tokens", call([1, 2, 90, 0], 300, behind=1)),
     Case(OP, "sums that fall", call([7, -3, 6, -2, 5], behind=2)),
-)  # fmt: skip
+)
 CONTROLS = (
     Control(
         "no tokens behind a part",
@@ -83,9 +87,7 @@ CONTROLS = (
         "low = begin",
         "packed",
     ),
-    Control(
-        "the bias without its last tokens", KERNEL, "s_b += mine", "s_b = mine", "packed"
-    ),
+    Control("the bias without its last tokens", KERNEL, "s_b += mine", "s_b = mine", "packed"),
     Control(
         "the tail left alone",
         KERNEL,
@@ -93,4 +95,4 @@ CONTROLS = (
         "tl.where(alone, tokens, tokens)",
         "packed",
     ),
-)  # fmt: skip
+)

@@ -19,9 +19,13 @@ HEADS, VALUES, SLOTS = 2, 4, 5
 
 
 def call(
-    slots: list[int], tokens: int = 1, size: int = 128, layout: str = "kv", keep: bool = False,
+    slots: list[int],
+    tokens: int = 1,
+    size: int = 128,
+    layout: str = "kv",
+    keep: bool = False,
     **options: Any,
-) -> Callable[[Inputs], Arguments]:  # fmt: skip
+) -> Callable[[Inputs], Arguments]:
     """The projections are parts of one."""
 
     def make(x: Inputs) -> Arguments:
@@ -66,12 +70,19 @@ def judge(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> l
 
 CASES = (
     Case(OP, "decode", call([3, -1, 0]), judge=judge),
-    Case(OP, "3 tokens kept, vk, sigmoid",
-         call([3, 2], 3, 64, "vk", True, gate_activation="sigmoid", disable_state_update=True),
-         judge=judge),
-    Case(OP, "decode, slots far apart", far_apart(call([3, -1, 0]), "conv_states", "states"),
-         judge=judge),
-)  # fmt: skip
+    Case(
+        OP,
+        "3 tokens kept, vk, sigmoid",
+        call([3, 2], 3, 64, "vk", True, gate_activation="sigmoid", disable_state_update=True),
+        judge=judge,
+    ),
+    Case(
+        OP,
+        "decode, slots far apart",
+        far_apart(call([3, -1, 0]), "conv_states", "states"),
+        judge=judge,
+    ),
+)
 CONTROLS = (
     Control(
         "the convolution's states are not pushed on",

@@ -44,19 +44,41 @@ CASES = (
     Case(OP, "rows, no batch, tiny", with_(call((70, 64)), x=tiny)),
     Case(OP, "the gate first, groups", call((5, 3, 256), norm_before_gate=False, group_size=64)),
     Case(OP, "sigmoid, fp16", call((5, 3, 128), activation="sigmoid"), torch.float16),
-    Case(OP, "2 groups of 512, float32 weight", with_(call((3, 1024), group_size=512),
-         weight=lambda x: memory.guarded(x["weight"].float()))),
+    Case(
+        OP,
+        "2 groups of 512, float32 weight",
+        with_(
+            call((3, 1024), group_size=512), weight=lambda x: memory.guarded(x["weight"].float())
+        ),
+    ),
     Case(OP, "2048 channels", call((3, 2048), epsilon=1e-5)),
-)  # fmt: skip
+)
 CONTROLS = (
-    Control("no epsilon", KERNEL, "/ GROUP + epsilon", "/ GROUP + 0.0 * epsilon",
-            "rows, no batch, tiny"),
-    Control("the sum for the mean", KERNEL, "tl.sum(x_tile * x_tile, 1) / GROUP",
-            "tl.sum(x_tile * x_tile, 1) / D", "the gate first, groups"),
-    Control("the weights of the first group", KERNEL, "tl.load(weight + first + d)",
-            "tl.load(weight + d)", "2 groups of 512, float32 weight"),
-    Control("the gate's rows as far apart as those of x", KERNEL, "a * g_outer", "a * x_outer",
-            "heads of 128"),
-    Control("sigmoid for silu", KERNEL, "opened = opened * z", "opened = opened * 1.0",
-            "heads of 128"),
-)  # fmt: skip
+    Control(
+        "no epsilon", KERNEL, "/ GROUP + epsilon", "/ GROUP + 0.0 * epsilon", "rows, no batch, tiny"
+    ),
+    Control(
+        "the sum for the mean",
+        KERNEL,
+        "tl.sum(x_tile * x_tile, 1) / GROUP",
+        "tl.sum(x_tile * x_tile, 1) / D",
+        "the gate first, groups",
+    ),
+    Control(
+        "the weights of the first group",
+        KERNEL,
+        "tl.load(weight + first + d)",
+        "tl.load(weight + d)",
+        "2 groups of 512, float32 weight",
+    ),
+    Control(
+        "the gate's rows as far apart as those of x",
+        KERNEL,
+        "a * g_outer",
+        "a * x_outer",
+        "heads of 128",
+    ),
+    Control(
+        "sigmoid for silu", KERNEL, "opened = opened * z", "opened = opened * 1.0", "heads of 128"
+    ),
+)

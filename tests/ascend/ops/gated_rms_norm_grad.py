@@ -40,12 +40,32 @@ CASES = (
     Case(OP, "1024 channels, the gate first", call((3, 1024), norm_before_gate=False)),
 )
 CONTROLS = (
-    Control("the norm's own part forgotten", KERNEL,
-            "x_grad = (dn - n * share_n[:, None])", "x_grad = (dn)", "heads of 128"),
-    Control("the norm without the gate", KERNEL, "grad = grad * opened", "grad = grad * 1.0",
-            "rows, no batch"),
-    Control("the slope of sigmoid", KERNEL, "slope = share + z * slope", "slope = slope * 1.0",
-            "heads of 128"),
-    Control("the last rows only", KERNEL, "sums + tl.program_id(0) * D", "sums + 0 * D",
-            "rows, no batch"),
-)  # fmt: skip
+    Control(
+        "the norm's own part forgotten",
+        KERNEL,
+        "x_grad = (dn - n * share_n[:, None])",
+        "x_grad = (dn)",
+        "heads of 128",
+    ),
+    Control(
+        "the norm without the gate",
+        KERNEL,
+        "grad = grad * opened",
+        "grad = grad * 1.0",
+        "rows, no batch",
+    ),
+    Control(
+        "the slope of sigmoid",
+        KERNEL,
+        "slope = share + z * slope",
+        "slope = slope * 1.0",
+        "heads of 128",
+    ),
+    Control(
+        "the last rows only",
+        KERNEL,
+        "sums + tl.program_id(0) * D",
+        "sums + 0 * D",
+        "rows, no batch",
+    ),
+)

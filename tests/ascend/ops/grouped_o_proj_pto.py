@@ -19,9 +19,16 @@ OP = "npu_grouped_o_proj_pto"
 
 
 def projected(
-    batch: int, steps: int, heads: int, groups: int, size: int = 512, rotary: int = 64,
-    ranks: int = 1024, hidden: int = 4096, form: str = "nz",
-) -> Callable[[Inputs], Arguments]:  # fmt: skip
+    batch: int,
+    steps: int,
+    heads: int,
+    groups: int,
+    size: int = 512,
+    rotary: int = 64,
+    ranks: int = 1024,
+    hidden: int = 4096,
+    form: str = "nz",
+) -> Callable[[Inputs], Arguments]:
     def make(x: Inputs) -> Arguments:
         depth = heads // groups * size
         of_groups = x.normal(groups, depth, ranks, scale=depth**-0.5)

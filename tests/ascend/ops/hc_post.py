@@ -38,12 +38,32 @@ CASES = (
     Case(OP, "Pro", call(13, 7168)),
 )
 CONTROLS = (
-    Control("comb not transposed", KERNEL, "p1, c01, c11, c21, c31", "p1, c10, c11, c12, c13",
-            "whole tiles"),
-    Control("the gate of the first stream", KERNEL, "p2 = tl.load(p + 2)",
-            "p2 = tl.load(p)", "whole tiles"),
-    Control("the tail is stored whole", KERNEL, "there = d < hidden - first", "there = d < WIDTH",
-            "a tail"),
-    Control("the first channels are left out", KERNEL, "range(work % groups * WIDTH, hidden,",
-            "range(WIDTH, hidden,", "Pro"),
-)  # fmt: skip
+    Control(
+        "comb not transposed",
+        KERNEL,
+        "p1, c01, c11, c21, c31",
+        "p1, c10, c11, c12, c13",
+        "whole tiles",
+    ),
+    Control(
+        "the gate of the first stream",
+        KERNEL,
+        "p2 = tl.load(p + 2)",
+        "p2 = tl.load(p)",
+        "whole tiles",
+    ),
+    Control(
+        "the tail is stored whole",
+        KERNEL,
+        "there = d < hidden - first",
+        "there = d < WIDTH",
+        "a tail",
+    ),
+    Control(
+        "the first channels are left out",
+        KERNEL,
+        "range(work % groups * WIDTH, hidden,",
+        "range(WIDTH, hidden,",
+        "Pro",
+    ),
+)

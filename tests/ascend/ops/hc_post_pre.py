@@ -51,6 +51,11 @@ CASES = (
     case("Pro", call(3, 7168, norm=True)),
 )
 CONTROLS = (
-    Control("products of what is not rounded", "hc_pre", "tile = made.to(tl.float32)",
-            "tile = wide", "whole tiles"),
-)  # fmt: skip
+    Control(
+        "products of what is not rounded",
+        "hc_pre",
+        "tile = made.to(tl.float32)",
+        "tile = wide",
+        "whole tiles",
+    ),
+)

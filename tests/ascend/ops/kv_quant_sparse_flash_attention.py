@@ -43,9 +43,15 @@ def rows_of(
         for i, pages in enumerate(used):
             table[i, :pages] = torch.tensor([order.pop() for _ in range(pages)])
         latent_cache_write.forward(
-            x.normal(total * page, 512), x.normal(total * page, 64), cache,
-            torch.arange(total * page), "int8", row_layout, "ue8m0", None,
-        )  # fmt: skip
+            x.normal(total * page, 512),
+            x.normal(total * page, 64),
+            cache,
+            torch.arange(total * page),
+            "int8",
+            row_layout,
+            "ue8m0",
+            None,
+        )
         if exact:
             scale = quantised.row_parts(cache, row_layout, torch.int8, torch.bfloat16)[2]
             scale.copy_(torch.exp2(scale.log2().round()))

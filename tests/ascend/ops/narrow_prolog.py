@@ -67,11 +67,19 @@ def in_mode(arguments: Arguments, mode: int, form: str) -> Arguments:
 
 
 def mla(
-    batch: int, length: int, heads: int, mode: int = 2, *, form: str = "nz",
-    rows: str | None = None, between: int = 0, alpha: float | None = None, smooth: bool = False,
+    batch: int,
+    length: int,
+    heads: int,
+    mode: int = 2,
+    *,
+    form: str = "nz",
+    rows: str | None = None,
+    between: int = 0,
+    alpha: float | None = None,
+    smooth: bool = False,
     given: bool = False,
     **sizes: Any,
-) -> Callable[[Inputs], Arguments]:  # fmt: skip
+) -> Callable[[Inputs], Arguments]:
     """`rows` is the order of a cache of rows, whose bytes are tiny floats before; `given` tokens
     come in int8."""
     draw = mla_prolog_pto.prolog(batch, length, heads, form="nd", **sizes)
@@ -105,11 +113,19 @@ def mla(
 
 
 def indexer(
-    batch: int, length: int, heads: int = 64, mode: int = 2, *, form: str = "nz",
-    cache: bool = True, stored: torch.dtype = torch.float16, smooth: bool = False,
+    batch: int,
+    length: int,
+    heads: int = 64,
+    mode: int = 2,
+    *,
+    form: str = "nz",
+    cache: bool = True,
+    stored: torch.dtype = torch.float16,
+    smooth: bool = False,
     given: bool = False,
-    empty: bool = False, **sizes: Any,
-) -> Callable[[Inputs], Arguments]:  # fmt: skip
+    empty: bool = False,
+    **sizes: Any,
+) -> Callable[[Inputs], Arguments]:
     """`cache`: of int8, its scales `stored`; `given` query norms come in int8; `empty`: a key and a
     query of zeros among the others."""
     draw = indexer_prolog_pto.prolog(batch, length, heads, form="nd", **sizes)
@@ -190,9 +206,18 @@ def w8a8c8(tokens: int, heads: int, matrices: bool, **sizes: Any) -> Callable[[I
 
 
 def layer(
-    lengths: list[int], s1: int, heads: int, count: int, mode: int = 2, index_mode: int = 2,
-    *, rows: bool = True, keys: bool = True, alpha: float | None = None, **options: Any,
-) -> Callable[[Inputs], Arguments]:  # fmt: skip
+    lengths: list[int],
+    s1: int,
+    heads: int,
+    count: int,
+    mode: int = 2,
+    index_mode: int = 2,
+    *,
+    rows: bool = True,
+    keys: bool = True,
+    alpha: float | None = None,
+    **options: Any,
+) -> Callable[[Inputs], Arguments]:
     """`rows`, `keys`: the caches are of int8."""
     draw = sparse_attention_pto.layer(lengths, s1, heads, count, **options)
 

@@ -64,19 +64,26 @@ CASES = (
     Case(OP, "decode", call([1, 1, 1], [3, -1, 0])),
     Case(OP, "drafts", call([3, 1, 2], [3, 0, 5, 4, 2, 1])),
     Case(OP, "accepted tokens", call([3, 1, 2], [3, 0, 5, 4, 2, 1], accepted=[3, 1, 2])),
-    Case(OP, "accepted tokens out of range",
-         call([3, 2], [3, 0, 5, 2, 1], accepted=[-5, 2**31 - 1])),
-    Case(OP, "the slot past the last, float32 states, scale given",
-         call([2, 2], [SLOTS, 4, 6, SLOTS], accepted=[1, 2], state=torch.float32, scale=0.05)),
+    Case(
+        OP, "accepted tokens out of range", call([3, 2], [3, 0, 5, 2, 1], accepted=[-5, 2**31 - 1])
+    ),
+    Case(
+        OP,
+        "the slot past the last, float32 states, scale given",
+        call([2, 2], [SLOTS, 4, 6, SLOTS], accepted=[1, 2], state=torch.float32, scale=0.05),
+    ),
     Case(OP, "by channel", call([2, 1], [3, 0, 5], g=False, gk=True)),
     Case(OP, "both decays, fp16", call([2, 1], [3, 0, 5], gk=True), torch.float16),
     Case(OP, "no decay, no beta, one sequence", call(None, [3, 0, 5], g=False, beta=False)),
-    Case(OP, "a sequence without tokens, tokens of none",
-         call([2, 0, 1], [3, 0, 5, 6], accepted=[2, 1, 1])),
+    Case(
+        OP,
+        "a sequence without tokens, tokens of none",
+        call([2, 0, 1], [3, 0, 5, 6], accepted=[2, 1, 1]),
+    ),
     Case(OP, "lengths beyond the tokens", call([2, 2**31 - 1], [3, 0, 5, 4])),
     Case(OP, "small heads", call([2, 1], [3, 0, 5], (1, 3), (32, 48))),
     Case(OP, "drafts, slots far apart", far_apart(call([3, 1, 2], [3, 0, 5, 4, 2, 1]), "state")),
-)  # fmt: skip
+)
 CONTROLS = (
     Control(
         "the slot of a draft in 32 bits",

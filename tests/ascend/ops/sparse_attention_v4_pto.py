@@ -54,13 +54,32 @@ class _Pages:
 
 
 def layer(
-    kind: str, starts: Sequence[int], used: Sequence[int] | None, steps: int, heads: int, *,
-    ratio: int = 4, k: int = 64, hidden: int = 256, rank: int = 128, size: int = 64,
-    rotary: int = 32, index: tuple[int, int] = (16, 64), groups: int | None = 2, ranks: int = 64,
-    page: int = 128, entry_page: int = 16, state_page: int = 4, window: int = 128, mode: int = 2,
-    ring: int | None = None, form: str = "nz", tied: bool = False, int8: bool = False,
+    kind: str,
+    starts: Sequence[int],
+    used: Sequence[int] | None,
+    steps: int,
+    heads: int,
+    *,
+    ratio: int = 4,
+    k: int = 64,
+    hidden: int = 256,
+    rank: int = 128,
+    size: int = 64,
+    rotary: int = 32,
+    index: tuple[int, int] = (16, 64),
+    groups: int | None = 2,
+    ranks: int = 64,
+    page: int = 128,
+    entry_page: int = 16,
+    state_page: int = 4,
+    window: int = 128,
+    mode: int = 2,
+    ring: int | None = None,
+    form: str = "nz",
+    tied: bool = False,
+    int8: bool = False,
     **options: Any,
-) -> Callable[[Inputs], Arguments]:  # fmt: skip
+) -> Callable[[Inputs], Arguments]:
     """Requests with so many tokens before; `groups` of the output projection, if there is one."""
 
     def make(x: Inputs) -> Arguments:
@@ -178,30 +197,49 @@ MODEL = dict(
 case = partial(Case, OP, judge=judge, widen=row_major)
 CASES = (
     case("sliding", layer(SLIDING, [130, 5, 300], [2, 0, 1], 2, 8)),
-    case("sliding, rows laid out, no projection, fp16", layer(SLIDING, [70, -2], None, 3, 3,
-         groups=None, page=16, window=40, sinks=None), torch.float16),
+    case(
+        "sliding, rows laid out, no projection, fp16",
+        layer(SLIDING, [70, -2], None, 3, 3, groups=None, page=16, window=40, sinks=None),
+        torch.float16,
+    ),
     case("HCA", layer(HCA, [126, 300, 0], [2, 1, 2], 2, 8, ratio=128, entry_page=128)),
     case("CSA, everything selected", layer(CSA, [37, 6, 0], [2, 1, 2], 2, 8)),
     case("CSA, a chunk longer than the ring", layer(CSA, [29, 2], [14, 3], 14, 4, ring=8)),
-    case("CSA, index keys of int8, states by page", layer(CSA, [21, 7], [1, 2], 2, 4, mode=1,
-         int8=True, index=(16, 128))),
+    case(
+        "CSA, index keys of int8, states by page",
+        layer(CSA, [21, 7], [1, 2], 2, 4, mode=1, int8=True, index=(16, 128)),
+    ),
     case("CSA, row-major weights", layer(CSA, [13, 6], None, 2, 4, form="nd")),
     # the forms of the models' shards
     case("sliding, model sizes", layer(SLIDING, [9], None, 1, 8, groups=1, **MODEL), cores=(24,)),
-    case("HCA, model sizes", layer(HCA, [127], None, 1, 8, ratio=128, groups=1, **MODEL),
-         cores=(24,)),
+    case(
+        "HCA, model sizes", layer(HCA, [127], None, 1, 8, ratio=128, groups=1, **MODEL), cores=(24,)
+    ),
     *(
-        case(f"CSA, model sizes, a shard of {heads} heads", layer(CSA, [300], None, 1, heads, k=512,
-             groups=heads // 8, **MODEL), cores=(24,))
+        case(
+            f"CSA, model sizes, a shard of {heads} heads",
+            layer(CSA, [300], None, 1, heads, k=512, groups=heads // 8, **MODEL),
+            cores=(24,),
+        )
         for heads in (8, 16)
     ),
-)  # fmt: skip
+)
 CONTROLS = (
-    Control("begun anew behind its states", OP[4:], "partial(tune.stage, function)", "function",
-            "CSA, a chunk longer than the ring", "refuse"),
-    Control("index keys without ape", OP[4:], "layer_v4.Layer(**arguments).run(STAGES)",
-            "layer_v4.Layer(**arguments | dict(idx_ape=arguments['idx_ape'] * 0)).run(STAGES)",
-            "CSA, everything selected"),
-)  # fmt: skip
+    Control(
+        "begun anew behind its states",
+        OP[4:],
+        "partial(tune.stage, function)",
+        "function",
+        "CSA, a chunk longer than the ring",
+        "refuse",
+    ),
+    Control(
+        "index keys without ape",
+        OP[4:],
+        "layer_v4.Layer(**arguments).run(STAGES)",
+        "layer_v4.Layer(**arguments | dict(idx_ape=arguments['idx_ape'] * 0)).run(STAGES)",
+        "CSA, everything selected",
+    ),
+)
 # of a call by the case's name
 LAUNCHES = {"sliding": 10, "HCA": 14, "CSA, everything selected": 21}

@@ -112,15 +112,29 @@ CASES = (
     ),
 )
 CONTROLS = (
-    Control("relu forgotten", KERNEL,
-            "tl.maximum(tl.dot(q, tl.trans(k)), 0.0, propagate_nan=tl.PropagateNan.ALL)",
-            "tl.dot(q, tl.trans(k))", "16 heads"),
+    Control(
+        "relu forgotten",
+        KERNEL,
+        "tl.maximum(tl.dot(q, tl.trans(k)), 0.0, propagate_nan=tl.PropagateNan.ALL)",
+        "tl.dot(q, tl.trans(k))",
+        "16 heads",
+    ),
     Control("the sign of the gradient", KERNEL, "r - p, 0.0)", "p - r, 0.0)", "16 heads"),
-    Control("heads behind the last one", KERNEL,
-            "tl.where(there, tl.exp(z * scale - sums[:, None]), 0.0)",
-            "tl.exp(z * scale - sums[:, None])", "24 heads of 576, 1500 slots"),
-    Control("sinks forgotten", KERNEL, "total + torch.exp(", "total + 0 * torch.exp(",
-            "lengths, sinks"),
-    Control("the first tokens' scores in every round", KERNEL, "tl.store(score + token * wide",
-            "tl.store(score + row.to(tl.int64) * wide", "two tokens a round"),
-)  # fmt: skip
+    Control(
+        "heads behind the last one",
+        KERNEL,
+        "tl.where(there, tl.exp(z * scale - sums[:, None]), 0.0)",
+        "tl.exp(z * scale - sums[:, None])",
+        "24 heads of 576, 1500 slots",
+    ),
+    Control(
+        "sinks forgotten", KERNEL, "total + torch.exp(", "total + 0 * torch.exp(", "lengths, sinks"
+    ),
+    Control(
+        "the first tokens' scores in every round",
+        KERNEL,
+        "tl.store(score + token * wide",
+        "tl.store(score + row.to(tl.int64) * wide",
+        "two tokens a round",
+    ),
+)
