@@ -120,6 +120,12 @@ def test_words_about_a_kernel_are_not_what_it_compiles_to():
     assert bare(TOLD.replace("b(x", "b(-x")) != plain
 
 
+def test_the_layout_of_a_kernel_is_not_what_it_compiles_to():
+    wide = "def a(x, y):\n    return b(x, y)"
+    tall = "def a(\n    x,\n    y,\n):\n    return b(\n        x,\n        y,\n    )"
+    assert bare(wide) == bare(tall)
+
+
 @pytest.mark.parametrize(
     "base, wrong",
     [("UMOV UR6, URZ", False), ("ULDC.64 UR6, c[0x0][0x260]", True), ("UMOV UR6, 0x400", True)],

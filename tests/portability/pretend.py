@@ -10,11 +10,11 @@ chance.  JOBS at a time; of all cases, or of those whose `op | label` contains a
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import hashlib
 import importlib
-import io
 import json
 import os
 import pkgutil
@@ -23,7 +23,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import tokenize
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,16 +91,17 @@ class _Side:
         return contextlib.nullcontext()
 
 
+class _Told(ast.NodeTransformer):
+    """Takes strings that are statements out."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        value = node.value
+        return None if isinstance(value, ast.Constant) and isinstance(value.value, str) else node
+
+
 def bare(source: str) -> str:
-    """Without comments, docstrings and empty lines."""
-    lines, begins = source.splitlines(), True
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        (row, at), (last, _) = token.start, token.end
-        if token.type == tokenize.COMMENT or (begins and token.type == tokenize.STRING):
-            lines[row - 1 : last] = [lines[row - 1][:at], *[""] * (last - row)]
-        elif token.type != tokenize.NL:
-            begins = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    """Without comments, docstrings and layout."""
+    return ast.unparse(_Told().visit(ast.parse(source)))
 
 
 class Dependencies(jit.DependenciesFinder):
