@@ -448,8 +448,8 @@ CONTROLS = (
     Control(
         "another round's lengths",
         OP[4:],
-        "first + row, query_lengths, key_lengths",
-        "row, query_lengths, key_lengths",
+        "first + row,\n            query_lengths,\n            key_lengths",
+        "row,\n            query_lengths,\n            key_lengths",
         "several rounds",
     ),
     Control(

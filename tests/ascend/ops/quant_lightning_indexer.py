@@ -115,8 +115,8 @@ CONTROLS = (
     Control(
         "a key counted for every token",
         "quant_lightning_indexer",
-        "        cmp_ratio, torch.float32",
-        "        1, torch.float32",
+        "        cmp_ratio,\n        torch.float32",
+        "        1,\n        torch.float32",
         "4 tokens a key, 64 heads",
     ),
     Control("the key's scale forgotten", _FILE, "if K_SCALE:", "if False:", "paged, 64 heads"),

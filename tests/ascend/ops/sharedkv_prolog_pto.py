@@ -204,8 +204,8 @@ CONTROLS = (
     Control(
         "queries that are not normed",
         OP[4:],
-        "INDEX, ROTARY, USED, False,",
-        "INDEX, ROTARY, USED, True,",
+        "INDEX,\n            ROTARY,\n            USED,\n            False,",
+        "INDEX,\n            ROTARY,\n            USED,\n            True,",
         "2 of 3 tokens there, uneven",
     ),
     Control(

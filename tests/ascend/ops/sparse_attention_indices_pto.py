@@ -54,8 +54,8 @@ CONTROLS = (
     Control(
         "the selection before the new keys",
         "sparse_attention_pto",
-        "a.sin, a.cos, a.cache_index,",
-        "a.sin, a.cos, a.cache_index * 0 - 1,",
+        "a.sin,\n            a.cos,\n            a.cache_index,",
+        "a.sin,\n            a.cos,\n            a.cache_index * 0 - 1,",
         "everything selected, 16 heads, s1 2",
     ),
 )

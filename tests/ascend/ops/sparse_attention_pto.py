@@ -119,15 +119,15 @@ CONTROLS = (
     Control(
         "attention before the new keys",
         OP[4:],
-        "a.sin, a.cos, a.cache_index,",
-        "a.sin, a.cos, a.cache_index * 0 - 1,",
+        "a.sin,\n            a.cos,\n            a.cache_index,",
+        "a.sin,\n            a.cos,\n            a.cache_index * 0 - 1,",
         "everything selected, 16 heads, s1 2",
     ),
     Control(
         "the other norm's epsilon",
         OP[4:],
-        "weights, a.layer_norm_eps,",
-        "weights, a.rms_norm_eps,",
+        "weights,\n                a.layer_norm_eps,",
+        "weights,\n                a.rms_norm_eps,",
         "two epsilons",
     ),
     Control(

@@ -295,8 +295,8 @@ CONTROLS = (
     Control(
         "another round's request",
         OP[4:],
-        "            first + row, query_lengths",
-        "            row, query_lengths",
+        "            first + row,\n            query_lengths",
+        "            row,\n            query_lengths",
         "several rounds",
     ),
     Control(
