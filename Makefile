@@ -80,7 +80,7 @@ portability: $(VENV)/.ready
 
 # the oldest and the newest Python and torch, where those Pythons are (their own environments)
 test-corners:
-	tests/corners.sh
+	tests/tools/corners.sh
 
 # every extra is found on PyPI alone, for x86-64 and for aarch64
 test-extras: $(VENV)/.ready
@@ -88,7 +88,7 @@ test-extras: $(VENV)/.ready
 
 # wheel and sdist, installed and tried where nothing else of this repository is; a bill of materials
 dist: $(VENV)/.ready
-	tests/dist.sh
+	tests/tools/dist.sh
 
 # random calls of every op: minutes; CASES=10000 for hours
 fuzz: $(VENV)/.ready

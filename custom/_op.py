@@ -21,7 +21,7 @@ _ENTRY = re.compile(r"^ {4}(\w+):.*\n(?: {8}.*\n)*", re.M)
 
 def op(signature: Public) -> Public:
     """The op of that name, called as it was called itself: the parameters and their defaults are
-    the schema's (tests/test_contracts.py holds them to it), so the function needs no body."""
+    the schema's (test_contracts.py holds them to it), so the function needs no body."""
     packet = getattr(torch.ops.custom, signature.__name__)
     parameters = inspect.signature(signature)
     each = enumerate(parameters.parameters.values())

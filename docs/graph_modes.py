@@ -42,9 +42,9 @@ class Mode:
     every: tuple[str, ...] = ()
 
 
-_COMPILE, _CAPTURE = "tests/test_compile.py::", "tests/test_graph_mode.py::"
+_COMPILE, _CAPTURE = "tests/graphs/test_compile.py::", "tests/graphs/test_graph_mode.py::"
 _ONNX, _GRAPH, _GE = (
-    "tests/test_onnx.py::",
+    "tests/graphs/test_onnx.py::",
     "tests/torchair/graph_checks.py::",
     "tests/torchair/ge_checks.py::",
 )

@@ -15,7 +15,7 @@ from custom.dispatch.registry import SPECS
 from custom.bench import numerics
 
 FIGURES = Path(__file__).parent / "figures"
-TEST = "tests/test_determinism.py"
+TEST = "tests/contracts/test_determinism.py"
 _SUMS = "sums over the queries that chose a key are atomic"
 # gradients whose sums have no order on a GPU, unless one is asked for
 ANY_ORDER = {

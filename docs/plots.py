@@ -6,7 +6,7 @@ python -m docs.plots (`make figures`)    writes the plots, the pictures of docs/
                                          and with matplotlib those of docs/cards.py
 
 A row shows its fastest public peer, and every other one that is faster than ours.
-tests/test_documents.py holds each plot against its CSV.
+tests/tools/test_documents.py holds each plot against its CSV.
 """
 
 from __future__ import annotations

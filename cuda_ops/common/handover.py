@@ -14,7 +14,7 @@ tables, lengths, scales, activations) may still be on its way when an op starts:
 - A kernel launched with launch_pdl waits, be it at its own end: whoever waits for it counts on all
   that came before.
 
-tests/test_handover.py reads the kernels of every op for it.  Plain kernels and those in Gluon call
+test_handover.py reads the kernels of every op for it.  Plain kernels and those in Gluon call
 the same functions.
 """
 

@@ -254,11 +254,15 @@ def versions(anyway: bool) -> None:
         sys.exit("onboard: mend what is named above, or go on as it is with --anyway")
 
 
+def paths() -> dict[str, Path]:
+    """Files of tests, by name."""
+    return {path.stem: path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+
+
 def files() -> list[str]:
     """RISKY, then every other file with tests that take a backend."""
     takes = re.compile(r"^def test_\w+\([^)]*\bbackend\b", re.MULTILINE)
-    paths = sorted((ROOT / "tests").glob("test_*.py"))
-    others = (path.stem for path in paths if takes.search(path.read_text()))
+    others = (name for name, path in paths().items() if takes.search(path.read_text()))
     return list(dict.fromkeys((*RISKY, *others)))
 
 
@@ -279,11 +283,11 @@ def measured() -> list[str]:
 
 def suite(device: str, names: list[str], *options: str) -> bool:
     """Every file runs, whatever the one before said."""
-    good = []
+    good, found = [], paths()
     for name in names:
         record = ["--record", str(FOLDER / f"{name}.json"), *options]
         command = [sys.executable, "-m", "pytest", "--device", device, "-q", "-rfE", *record]
-        good.append(_logged(name, *command, f"tests/{name}.py"))
+        good.append(_logged(name, *command, str(found[name])))
     return all(good)
 
 

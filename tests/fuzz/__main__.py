@@ -5,7 +5,7 @@
                                      [--models 16] [--only N]
 
 `interpret` runs the CUDA kernels on the CPU, by Triton's interpreter.  Every failure is made small
-and printed as a line for `FOUND` of tests/test_fuzz.py.  A process that dies has last printed the
+and printed as a line for `FOUND` of test_fuzz.py.  A process that dies has last printed the
 number of the case, and --only repeats it; where there are several the others go on.  What the
 seconds leave undone is left out evenly; the last lines say how many calls of each op were made.
 """

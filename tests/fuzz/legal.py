@@ -124,7 +124,7 @@ def _of_delta_gradients(x: Arguments, exact: Outputs, eps: float) -> dict[str, f
 
 
 def _of_kda_gradients(x: Arguments, exact: Outputs, eps: float) -> dict[str, float]:
-    """Kernels keep the factors of what a token gives in the dtype: tests/test_chunk_kda_grad.py
+    """Kernels keep the factors of what a token gives in the dtype: test_chunk_kda_grad.py
     derives these bounds."""
     v, beta, g = (x[name].double() for name in ("v", "beta", "g"))
     d_v, d_g = exact["output 2"].double(), exact["output 3"].double()

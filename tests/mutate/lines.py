@@ -75,7 +75,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def test_files() -> list[Path]:
-    found = sorted((ROOT / "tests").glob("test_*.py"))
+    found = sorted((ROOT / "tests").rglob("test_*.py"))
     return [path for path in found if path.stem not in _FILES_LEFT_OUT]
 
 

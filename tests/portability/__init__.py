@@ -12,5 +12,5 @@ What a launch compiles to is kept in results.json, by a hash of all that it depe
 of its kernel without comments and docstrings, its constants, its options, the GPU and the Triton.
 That file is of whole runs alone, over all GPUs and Tritons: what a part of one compiles is in
 .portability/compiled.json.  So where every launch of one Triton is known, the others have seen it
-too, and `make test` has to ask no more than the one that is installed (tests/test_portability.py).
+too, and `make test` has to ask no more than the one that is installed (test_portability.py).
 """

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Programs for NVIDIA's sanitizers (docs/sanitizer.md)."""
+"""Programs beside the suite: sanitizers, load, survey, packaging; and the tests of our tools."""

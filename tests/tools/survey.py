@@ -105,7 +105,7 @@ def wide_kernels() -> int:
 def files_by_hand() -> int:
     """Files that a new op writes or adds to, by the steps of CONTRIBUTING.md, which a test takes;
     the last step's are documents."""
-    tree = ast.parse((ROOT / "tests" / "test_contributing.py").read_text())
+    tree = ast.parse((ROOT / "tests" / "tools" / "test_contributing.py").read_text())
     [steps] = [
         x.value
         for x in tree.body

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""tests/torch_npu_schemas.txt is what the installed torch_npu says."""
+"""tests/records/torch_npu_schemas.txt is what the installed torch_npu says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch_npu  # noqa: F401  registers npu::
 from custom.dispatch.registry import SPECS
 
-TEXT = (Path(__file__).parents[1] / "torch_npu_schemas.txt").read_text()
+TEXT = (Path(__file__).parents[1] / "records" / "torch_npu_schemas.txt").read_text()
 SAME_NAME = [spec.name for spec in SPECS if hasattr(torch.ops.npu, spec.name)]
 
 

@@ -6,7 +6,7 @@
 
 reads the Python sources in the wheels (`pip download --no-deps vllm==0.33.0`) and writes
 tests/vllm/stubs/DISTRIBUTION-VERSION/: classes, fields and signatures, no bodies.  What the sources
-do not have is left out, and tests/test_vllm_contract.py and tests/test_sglang_contract.py say who
+do not have is left out, and test_vllm_contract.py and test_sglang_contract.py say who
 misses it.
 """
 

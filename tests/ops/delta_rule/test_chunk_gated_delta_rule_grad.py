@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Gradients of the gated delta rule against autograd of the recurrence, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from custom.dispatch import log
+from torch import Tensor
+
+import custom
+
+from ...support import trained
+from ...support.accuracy import assert_close_to_float64, skip_unless_taken
+from ...support.delta_rule import ODD_LENGTHS, Sequences
+
+FORWARD, OP = "npu_chunk_gated_delta_rule", "npu_chunk_gated_delta_rule_grad"
+LEAVES = ("query", "key", "value", "beta", "initial_state", "g")
+
+
+def lengths_of(x: dict[str, Any]) -> list[int]:
+    lengths = x["actual_seq_lengths"]
+    return [len(x["value"])] if lengths is None else lengths.tolist()
+
+
+def recurrence(x: dict[str, Any], stored: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One token after the other; the state has dtype `stored` between them."""
+    query, value = x["query"], x["value"]
+    wide = torch.float64 if value.dtype is torch.float64 else torch.float32
+    _, N, Dk = query.shape
+    _, Nv, Dv = value.shape
+    scale = Dk**-0.5 if x["scale"] is None else x["scale"]
+    q, k = (x[name].to(wide).repeat_interleave(Nv // N, 1) for name in ("query", "key"))
+    outs, states, start = [], [], 0
+    for n, length in enumerate(lengths_of(x)):
+        state = torch.zeros(Nv, Dv, Dk, dtype=stored)
+        if x["initial_state"] is not None:
+            state = x["initial_state"][n].to(stored)
+        for t in range(start, start + length):
+            S = state.to(wide)
+            if x["g"] is not None:
+                S = S * x["g"][t, :, None, None].to(wide).exp()
+            error = value[t].to(wide) - (S * k[t, :, None]).sum(-1)
+            if x["beta"] is not None:
+                error = error * x["beta"][t, :, None].to(wide)
+            S = S + error[:, :, None] * k[t, :, None]
+            outs.append(((S * q[t, :, None]).sum(-1) * scale).to(value.dtype))
+            state = S.to(stored)
+        start += length
+        states.append(state)
+    outs += [value.new_zeros(Nv, Dv)] * (len(value) - start)
+    out = torch.stack(outs) if outs else value
+    return out, torch.stack(states) if states else value.new_zeros(0, Nv, Dv, Dk)
+
+
+def upstream(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Gradients of the outputs, in float64."""
+    shape = (len(lengths_of(x)), *x["value"].shape[1:], x["key"].shape[2])
+    return torch.randn(x["value"].shape).double(), torch.randn(shape).double() / 4
+
+
+gradients = partial(trained.gradients, LEAVES)
+with_leaves = partial(trained.with_leaves, LEAVES)
+
+
+CASES = [
+    Sequences((130,)),
+    Sequences((64, 1, 0, 63, 100), N=1, Nv=2, Dk=16, Dv=16, fading=0.1),
+    Sequences((5, 70), N=1, Nv=3, Dk=64, Dv=16, state=None, behind=4),
+    Sequences((65,), N=1, Nv=1, Dk=128, Dv=128, state=torch.bfloat16),
+    Sequences((33, 64), gates=False, scale=0.5),
+    Sequences((100,), N=1, Nv=2, Dk=24, Dv=40, fading=30.0),
+    Sequences((66,), N=1, Nv=1, Dk=256, Dv=32),
+    Sequences((70,), N=1, Nv=1, Dk=32, Dv=256, state=None),
+    Sequences((64, 0, 3, 130), N=1, Nv=2, Dk=32, Dv=64, behind=70, fading=0.1, strided=True),
+    Sequences((129,), N=1, Nv=1, Dk=64, Dv=192, state=None, alike=True, fading=0.1),
+    Sequences((1,), N=2, Nv=4),
+    Sequences((2, 67), N=1, Nv=2, Dk=5, Dv=3),
+    Sequences((0, 0), N=1, Nv=2, Dk=16, Dv=16),
+    Sequences((), N=1, Nv=1, Dk=64, Dv=64, behind=3),
+    Sequences((), state=None),
+    Sequences((70,), N=1, Nv=2, Dk=16, Dv=16, without=("actual_seq_lengths",)),
+]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_autograd_of_the_recurrence(case, dtype, device, backend):
+    skip_unless_taken(dtype, device, backend)
+    drawn = case.arguments()
+    grads = upstream(drawn)
+    plain = with_leaves(case.moved(drawn, dtype, "cpu"))
+    # the same rounded numbers, and the upstream ones as the outputs' dtypes hold them
+    exact = with_leaves(case.moved(plain, torch.float64, "cpu"))
+    x = with_leaves(case.moved(drawn, dtype, device))
+    outputs = custom.npu_chunk_gated_delta_rule(**x)
+    grads = tuple(g.to(o.dtype).double().cpu() for g, o in zip(grads, outputs, strict=True))
+    before = log.calls[OP, backend]
+    got = gradients(outputs, grads, x)
+    assert log.calls[OP, backend] == before + 1
+    want = gradients(recurrence(exact, torch.float64), grads, exact)
+    rounded = gradients(recurrence(plain, dtype), grads, plain)
+    for name, grad in got.items():
+        assert grad.dtype is x[name].dtype
+        assert_close_to_float64(f"d_{name}", grad, rounded[name], want[name])
+
+
+@pytest.mark.parametrize("size", [64, 48])
+def test_keys_alike(size, device, backend):
+    """No decay, full rate, keys that are nearly one: in powers of the chunk's triangle what
+    cancels is 1e17 times as large as its inverse."""
+    case = Sequences((128,), N=1, Nv=1, Dk=size, Dv=size, state=None, gates=False, alike=True)
+    x = case.moved(case.arguments(), torch.float16, "cpu")
+    grads = upstream(x)
+    exact = with_leaves(case.moved(x, torch.float64, "cpu"))
+    want = gradients(recurrence(exact, torch.float64), grads, exact)
+    x = with_leaves(case.moved(x, torch.float16, device))
+    got = gradients(custom.npu_chunk_gated_delta_rule(**x), grads, x)
+    for name, grad in got.items():
+        error = (grad.cpu().double() - want[name]).norm() / want[name].norm()
+        assert error < 2**-6, name
+
+
+def test_strong_decay_neither_overflows_nor_divides(device, backend):
+    """exp(g) is 0 in float32 for some tokens, and beta is 0 for others."""
+    case = Sequences((70,), N=1, Nv=2, Dk=16, Dv=16)
+    drawn = case.arguments()
+    drawn["g"][1::3] = -2000.0
+    drawn["beta"][::5] = 0.0
+    grads = upstream(drawn)
+    exact = with_leaves(case.moved(case.moved(drawn, torch.float16, "cpu"), torch.float64, "cpu"))
+    want = gradients(recurrence(exact, torch.float64), grads, exact)
+    x = with_leaves(case.moved(drawn, torch.float16, device))
+    got = gradients(custom.npu_chunk_gated_delta_rule(**x), grads, x)
+    for name, grad in got.items():
+        error = (grad.cpu().double() - want[name]).norm() / want[name].norm()
+        assert error < 2**-8, name
+
+
+def test_equal_runs_give_equal_gradients(device, backend):
+    case = Sequences((130, 70), N=2, Nv=4)
+    x = with_leaves(case.moved(case.arguments(), torch.float16, device))
+    grads = upstream(x)
+    first, second = (gradients(custom.npu_chunk_gated_delta_rule(**x), grads, x) for _ in "ab")
+    for name, grad in first.items():
+        assert torch.equal(grad, second[name]), name
+
+
+@pytest.mark.parametrize("odd,meant", ODD_LENGTHS)
+def test_lengths_beyond_the_tokens_end_with_them(odd, meant, device, backend):
+    case = Sequences(meant, N=1, Nv=1, Dk=16, Dv=16, behind=70 - sum(meant), fading=0.1)
+    drawn = case.arguments()
+    d_out, d_final = (x.to(device) for x in upstream(drawn))
+    x = case.moved(drawn, torch.float16, device)
+    x |= dict(d_out=d_out.half(), d_final_state=d_final.float())
+    op = getattr(torch.ops.custom, OP)
+    want = op(**x)
+    x["actual_seq_lengths"] = torch.tensor(odd, device=device)
+    before = log.calls[OP, backend]
+    got = op(**x)
+    assert log.calls[OP, backend] == before + 1
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("used", ["out", "state"])
+def test_one_output_is_enough(used, device, backend):
+    """A loss of one output alone: the gradient of both, with zeros for the other."""
+    case = Sequences((40, 3), N=1, Nv=2, Dk=16, Dv=16)
+    x = with_leaves(case.moved(case.arguments(), torch.float16, device))
+    outputs = custom.npu_chunk_gated_delta_rule(**x)
+    leaves, chosen = [x[name] for name in LEAVES], int(used == "state")
+    one = torch.autograd.grad(outputs[chosen].sum(), leaves, retain_graph=True)
+    ups = [torch.full_like(o, float(i == chosen)) for i, o in enumerate(outputs)]
+    for a, b in zip(one, torch.autograd.grad(outputs, leaves, ups), strict=True):
+        torch.testing.assert_close(a, b)
+    assert any(a.any() for a in one)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Sequences((3, 0, 1, 66), N=1, Nv=2, Dk=3, Dv=2, behind=2),
+        Sequences((4,), N=1, Nv=2, Dk=3, Dv=2, gates=False, state=None, scale=0.7),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("public", [True, False], ids=["custom", "torch.ops"])
+def test_gradcheck(case, public):
+    if custom.config.backend != "auto":
+        pytest.skip("float64 is the reference's")
+    x = with_leaves(case.moved(case.arguments(), torch.float64, "cpu"))
+    names = [name for name in LEAVES if x[name] is not None]
+    op = (custom if public else torch.ops.custom).npu_chunk_gated_delta_rule
+
+    def values(*given):
+        return op(**(x | dict(zip(names, given, strict=True))))
+
+    assert torch.autograd.gradcheck(values, [x[name] for name in names], fast_mode=True)
+
+
+def test_qwen3_next_training(device, backend):
+    """Gradients of Hugging Face's chunked form."""
+    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    case = Sequences((150,), N=2, Nv=4, Dk=32, Dv=16)
+    x = with_leaves(case.moved(case.arguments(), torch.float16, device))
+    wide = with_leaves({n: y.float() if isinstance(y, Tensor) else y for n, y in x.items()})
+    outputs = custom.npu_chunk_gated_delta_rule(**x)
+    theirs, last = qwen.torch_chunk_gated_delta_rule(
+        wide["query"].repeat_interleave(2, 1)[None],
+        wide["key"].repeat_interleave(2, 1)[None],
+        wide["value"][None],
+        g=wide["g"][None],
+        beta=wide["beta"][None],
+        initial_state=wide["initial_state"].mT,
+        output_final_state=True,
+    )
+    grads = upstream(x)
+    want = gradients((theirs[0], last.mT), grads, wide)
+    for name, grad in gradients(outputs, grads, x).items():
+        error = (grad.float() - want[name]).norm() / want[name].norm()
+        assert error < 3e-3, name
+
+
+@pytest.mark.parametrize(
+    "change,error,sentence",
+    [
+        (dict(d_out=torch.zeros(9, 4, 31)), ValueError, "`d_out` has shape .* Dv=32"),
+        (dict(d_out=torch.zeros(9, 4, 32).half()), TypeError, "`d_out` has dtype"),
+        (dict(d_final_state=torch.zeros(2, 4, 32, 32)), ValueError, "`d_final_state` .* B=1"),
+        (dict(key=torch.zeros(9, 2, 31)), ValueError, "`key` has shape .* Dk=32"),
+        (dict(value=torch.zeros(9, 3, 32)), ValueError, "3 heads and `query` 2"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_errors(change, error, sentence):
+    case = replace(Sequences((9,)), state=torch.float32)
+    good = case.moved(case.arguments(), torch.float32, "cpu") | dict(d_out=torch.zeros(9, 4, 32))
+    with pytest.raises(error, match=f"{OP}: .*{sentence}"):
+        torch.ops.custom.npu_chunk_gated_delta_rule_grad(**(good | change))

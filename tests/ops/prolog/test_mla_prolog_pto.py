@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_mla_prolog_pto against its formulas, token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import custom
+
+from ...support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from ...support.calls import CPU
+from ...support.golden import Golden
+from ...support.prologs import FORMS, Tokens, check_caches, refuse
+from ...support.ragged import run
+from ...support.samples import sample
+
+OP = "npu_mla_prolog_pto"
+
+
+def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
+    skip_unless_taken(dtype, device, backend)
+    tokens = Tokens(B, S, dtype, **sizes)
+    tokens.slots.view(-1)[1::4] = -1
+    tokens.slots.view(-1)[2::4] = tokens.pages * tokens.page + 3
+    w = tokens.layer
+
+    def move(x: Tensor) -> Tensor:
+        return x.to(device, dtype)
+
+    def matrix(x: Tensor) -> Tensor:
+        return FORMS[form][0](x.to(dtype)).to(device)
+
+    caches = dict(
+        kv_cache=tokens.cache(w.w_uk.shape[2], device),
+        kr_cache=tokens.cache(tokens.sin.shape[-1], device),
+    )
+    before = {name: cache.clone() for name, cache in caches.items()}
+    outs = run(
+        OP,
+        backend,
+        token_x=move(tokens.x),
+        weight_dq=matrix(w.w_dq),
+        weight_uq_qr=matrix(w.w_uq_qr),
+        weight_uk=move(w.w_uk),
+        weight_dkv_kr=matrix(w.w_dkv_kr),
+        rmsnorm_gamma_cq=move(w.gamma_cq),
+        rmsnorm_gamma_ckv=move(w.gamma_ckv),
+        rope_sin=move(tokens.sin),
+        rope_cos=move(tokens.cos),
+        **caches,
+        cache_index=tokens.slots.to(device),
+        rmsnorm_epsilon_cq=1e-5,
+        rmsnorm_epsilon_ckv=3e-5,
+        rope_interleaved=interleaved,
+        weight_format=FORMS[form][1],
+    )
+    results = {}
+    for precision in (dtype, torch.float64):
+        golden = Golden(w, precision)
+        results[precision] = [
+            golden.mla_prolog(tokens.x[at], tokens.sin[at], tokens.cos[at], 1e-5, 3e-5, interleaved)
+            for at in tokens.each()
+        ]
+    plain, exact = (list(zip(*results[p], strict=True)) for p in (dtype, torch.float64))
+    for i, name in enumerate(("query", "query_rope", "query_norm")):
+        assert outs[i].dtype is dtype and outs[i].is_contiguous()
+        assert_close_to_float64(
+            name, outs[i].flatten(0, 1), torch.stack(plain[i]), torch.stack(exact[i])
+        )
+    for i, name in enumerate(caches):
+        check_caches(tokens, name, caches[name], before[name], plain[3 + i], exact[3 + i])
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("B", "S"), [(1, 1), (3, 2), (5, 7)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_formulas(device, backend, dtype, B, S, interleaved):
+    check(device, backend, dtype, B, S, interleaved)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_in_any_form(device, backend, form):
+    check(device, backend, torch.float16, 2, 3, True, form)
+
+
+@pytest.mark.parametrize(
+    "sizes", [dict(N=1, Dn=32), dict(N=8, R=64, Dr=32), dict(H=144, Rq=16, Dr=64)], ids=str
+)
+def test_other_sizes(device, backend, sizes):
+    check(device, backend, torch.float16, 2, 3, True, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(weight_format="NZ"), ValueError, "`weight_format` is 'NZ', expected one of 'nz'"),
+        (dict(weight_dq=torch.zeros(64, 48)), ValueError, r"`weight_dq` has .* H=64, Rq=32"),
+        (dict(weight_dq=torch.zeros(4, 3, 16, 8)), ValueError, "`weight_dq` has shape .*H/16=4"),
+        (dict(weight_uk=torch.zeros(2, 16, 48)), ValueError, "`weight_uk` has shape .* R=32"),
+        (dict(token_x=torch.zeros(2, 2, 64).half()), TypeError, "has dtype"),
+        (dict(cache_index=torch.zeros(2, 2)), TypeError, "`cache_index` is float32"),
+        (dict(cache_index=torch.zeros(2, 3).int()), ValueError, "`cache_index` has .* S=2"),
+        (dict(kv_cache=torch.zeros(8, 24, 1, 32)), ValueError, "has shape|pages of 24"),
+        (dict(kr_cache=torch.zeros(7, 16, 1, 16)), ValueError, "`kr_cache` has .* pages=8"),
+        (dict(rope_sin=torch.zeros(2, 2, 15)), ValueError, "`rope_cos` has shape"),
+    ],
+)
+def test_errors(change, error, message):
+    refuse(OP, change, error, message)
+
+
+def test_nz_needs_multiples_of_16():
+    """A size that is no multiple of 16 is for row-major weights only."""
+    sizes = dict(rmsnorm_gamma_cq=torch.zeros(24), weight_uq_qr=torch.zeros(24, 64))
+    refuse(
+        OP, sizes | dict(weight_dq=torch.zeros(64, 24)), ValueError, "NZ with Rq=24, .* multiple"
+    )
+    arguments = sample(OP, CPU, torch.float32) | sizes | dict(weight_dq=torch.zeros(64, 24))
+    arguments["weight_dkv_kr"] = torch.zeros(64, 48)
+    _, _, query_norm = custom.npu_mla_prolog_pto(**arguments, weight_format="nd")
+    assert query_norm.shape == (2, 2, 24)
+
+
+def test_debug_finds_a_slot_written_twice(monkeypatch):
+    monkeypatch.setattr(custom.config, "debug", True)
+    twice = torch.tensor([[3, -1], [-1, 3]], dtype=torch.int32)
+    refuse(OP, dict(cache_index=twice), ValueError, "`cache_index` names a slot twice")
