@@ -7,7 +7,9 @@ from __future__ import annotations
 import copy
 import inspect
 from contextlib import contextmanager
+from importlib import import_module
 from types import SimpleNamespace
+from typing import Optional, get_type_hints
 
 import pytest
 import torch
@@ -63,6 +65,16 @@ def test_public_function_equals_schema(spec):
             assert parameter.default == argument.default_value, parameter
         else:
             assert parameter.default is parameter.empty, parameter
+
+
+@every_spec
+def test_arguments_of_launchers_equal_the_schema(spec):
+    module = import_module(f"custom.dispatch.ops.{spec.module}")
+    if not hasattr(module, "Arguments"):
+        pytest.skip("its launchers name what they read")
+    spelled = {"Tensor": torch.Tensor, "Optional": Optional, "List": list}
+    wanted = {a.name: eval(str(a.type), spelled) for a in overload(spec)._schema.arguments}
+    assert get_type_hints(module.Arguments) == wanted
 
 
 @every_spec

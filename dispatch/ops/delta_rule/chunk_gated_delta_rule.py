@@ -10,10 +10,11 @@ T is the sum of `actual_seq_lengths` [B]; tokens behind it give 0.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...values import known
@@ -28,18 +29,29 @@ GE = "ChunkGatedDeltaRule"
 ONNX = "ChunkGatedDeltaRule"
 
 
-def check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    actual_seq_lengths: Tensor | None,
-    scale: float | None,
-    g: Tensor | None,
-) -> None:
+class Arguments(TypedDict):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    beta: Tensor | None
+    initial_state: Tensor | None
+    actual_seq_lengths: Tensor | None
+    scale: float | None
+    g: Tensor | None
+
+
+def check(**x: Unpack[Arguments]) -> None:
     c = Checker("npu_chunk_gated_delta_rule")
-    inputs(c, query, key, value, beta, initial_state, actual_seq_lengths, g)
+    inputs(
+        c,
+        x["query"],
+        x["key"],
+        x["value"],
+        x["beta"],
+        x["initial_state"],
+        x["actual_seq_lengths"],
+        x["g"],
+    )
 
 
 def inputs(

@@ -9,11 +9,11 @@ The gradient of an argument that is None has shape [0].
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
+from . import chunk_gated_delta_rule
 from .chunk_gated_delta_rule import inputs
 
 SCHEMA = (
@@ -24,23 +24,28 @@ SCHEMA = (
 )
 FUNCTION = "backward"
 
+
+class Arguments(chunk_gated_delta_rule.Arguments):
+    d_out: Tensor
+    d_final_state: Tensor | None
+
+
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    d_out: Tensor,
-    d_final_state: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    actual_seq_lengths: Tensor | None,
-    scale: float | None,
-    g: Tensor | None,
-) -> None:
+def check(**x: Unpack[Arguments]) -> None:
+    query, d_out, d_final_state = x["query"], x["d_out"], x["d_final_state"]
     c = Checker("npu_chunk_gated_delta_rule_grad")
-    inputs(c, query, key, value, beta, initial_state, actual_seq_lengths, g)
+    inputs(
+        c,
+        query,
+        x["key"],
+        x["value"],
+        x["beta"],
+        x["initial_state"],
+        x["actual_seq_lengths"],
+        x["g"],
+    )
     c.same_device(query=query, d_out=d_out, d_final_state=d_final_state)
     c.same_dtype(query=query, d_out=d_out)
     c.shape("d_out", d_out, "T Nv Dv")
@@ -51,16 +56,15 @@ def check(
         c.contiguous(d_final_state=d_final_state)
 
 
-def fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    g: Tensor | None,
-    **_: Any,
-) -> Gradients:
+def fake(**x: Unpack[Arguments]) -> Gradients:
     def like(tensor: Tensor | None) -> Tensor:
-        return query.new_empty([0]) if tensor is None else tensor.new_empty(tensor.shape)
+        return x["query"].new_empty([0]) if tensor is None else tensor.new_empty(tensor.shape)
 
-    return like(query), like(key), like(value), like(beta), like(initial_state), like(g)
+    return (
+        like(x["query"]),
+        like(x["key"]),
+        like(x["value"]),
+        like(x["beta"]),
+        like(x["initial_state"]),
+        like(x["g"]),
+    )

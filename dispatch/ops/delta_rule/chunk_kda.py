@@ -10,7 +10,7 @@ N sequences: B, or those of `cu_seqlens`, where B is 1; tokens of none give 0.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -29,6 +29,23 @@ SCHEMA = (
     " -> (Tensor, Tensor)"
 )
 ONNX = "ChunkKda"
+
+
+class Arguments(TypedDict):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    scale: float | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    use_qk_l2norm_in_kernel: bool
+    use_gate_in_kernel: bool
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    lower_bound: float | None
+    state_layout: str
 
 
 def check(**arguments: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ...check import Checker
+from . import chunk_kda
 from .chunk_kda import LEARNED, OPTIONS, STATES, inputs
 
 SCHEMA = (
@@ -22,6 +23,12 @@ SCHEMA = (
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 FUNCTION = "backward"
+
+
+class Arguments(chunk_kda.Arguments):
+    d_out: Tensor
+    d_final_state: Tensor | None
+
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 

@@ -11,9 +11,10 @@ With `is_kda` the decay has K channels: a [B, T, HV, K] or [B, T, HV * K], dt_bi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...values import known
@@ -31,29 +32,36 @@ SCHEMA = (
 ONNX = "FusedSigmoidGatingDeltaRuleUpdate"
 
 
-def check(
-    A_log: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    softplus_beta: float,
-    softplus_threshold: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    b: Tensor,
-    initial_state_source: Tensor,
-    initial_state_indices: Tensor,
-    scale: float | None,
-    use_qk_l2norm_in_kernel: bool,
-    cu_seqlens: Tensor | None,
-    state_layout: str,
-    is_kda: bool,
-    disable_state_update: bool,
-    intermediate_states: Tensor | None,
-    intermediate_state_indices: Tensor | None,
-    retrieve_parent_token: Tensor | None,
-    lower_bound: float | None,
-) -> None:
+class Arguments(TypedDict):
+    A_log: Tensor
+    a: Tensor
+    dt_bias: Tensor
+    softplus_beta: float
+    softplus_threshold: float
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    b: Tensor
+    initial_state_source: Tensor
+    initial_state_indices: Tensor
+    scale: float | None
+    use_qk_l2norm_in_kernel: bool
+    cu_seqlens: Tensor | None
+    state_layout: str
+    is_kda: bool
+    disable_state_update: bool
+    intermediate_states: Tensor | None
+    intermediate_state_indices: Tensor | None
+    retrieve_parent_token: Tensor | None
+    lower_bound: float | None
+
+
+def check(**x: Unpack[Arguments]) -> None:
+    A_log, a, dt_bias, softplus_beta = x["A_log"], x["a"], x["dt_bias"], x["softplus_beta"]
+    q, k, v, b, initial_state_indices = x["q"], x["k"], x["v"], x["b"], x["initial_state_indices"]
+    scale, cu_seqlens = x["scale"], x["cu_seqlens"]
+    intermediate_state_indices = x["intermediate_state_indices"]
+    retrieve_parent_token, lower_bound = x["retrieve_parent_token"], x["lower_bound"]
     c = Checker("npu_fused_sigmoid_gating_delta_rule_update")
     c.same_device(
         q=q,
@@ -63,14 +71,14 @@ def check(
         b=b,
         A_log=A_log,
         dt_bias=dt_bias,
-        initial_state_source=initial_state_source,
+        initial_state_source=x["initial_state_source"],
         initial_state_indices=initial_state_indices,
         cu_seqlens=cu_seqlens,
-        intermediate_states=intermediate_states,
+        intermediate_states=x["intermediate_states"],
         intermediate_state_indices=intermediate_state_indices,
         retrieve_parent_token=retrieve_parent_token,
     )
-    c.one_of("state_layout", state_layout, "kv", "vk")
+    c.one_of("state_layout", x["state_layout"], "kv", "vk")
     c.require(softplus_beta > 0, f"`softplus_beta` is {softplus_beta}, expected a positive number.")
     c.require(scale is None or scale > 0, f"`scale` is {scale}, expected a positive number.")
     c.require(
@@ -91,17 +99,17 @@ def check(
     for name, gate in (("A_log", A_log), ("a", a), ("dt_bias", dt_bias), ("b", b)):
         c.floating(name, gate)
     c.shape("A_log", A_log, "HV")
-    _check_gates(c, a, dt_bias, b, is_kda)
+    _check_gates(c, a, dt_bias, b, x["is_kda"])
     _check_sequences(c, cu_seqlens, initial_state_indices)
-    last = "K V" if state_layout == "kv" else "V K"
-    pool_of_states(c, "initial_state_source", initial_state_source, f"slots HV {last}")
-    if not disable_state_update:
+    last = "K V" if x["state_layout"] == "kv" else "V K"
+    pool_of_states(c, "initial_state_source", x["initial_state_source"], f"slots HV {last}")
+    if not x["disable_state_update"]:
         _check_distinct(c, "initial_state_indices", initial_state_indices, c.sizes["slots"])
     _check_verification(
         c,
         last,
         cu_seqlens is not None,
-        intermediate_states,
+        x["intermediate_states"],
         intermediate_state_indices,
         retrieve_parent_token,
     )

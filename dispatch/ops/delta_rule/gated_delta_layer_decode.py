@@ -8,9 +8,10 @@ a, b [B, S, Nv]   conv_states [slots, L, C]   states [slots, Nv, Dk, Dv] or [slo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ..common import convolutions
@@ -28,55 +29,62 @@ SCHEMA = (
 ONNX = "GatedDeltaLayerDecode"
 
 
-def check(
-    mixed_qkv: Tensor,
-    z: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv_states: Tensor,
-    states: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    state_indices: Tensor,
-    conv_bias: Tensor | None,
-    scale: float | None,
-    epsilon: float,
-    state_layout: str,
-    gate_activation: str,
-    softplus_beta: float,
-    softplus_threshold: float,
-    disable_state_update: bool,
-    intermediate_states: Tensor | None,
-    intermediate_conv_window: Tensor | None,
-    intermediate_state_indices: Tensor | None,
-    retrieve_parent_token: Tensor | None,
-) -> None:
+class Arguments(TypedDict):
+    mixed_qkv: Tensor
+    z: Tensor
+    a: Tensor
+    b: Tensor
+    conv_states: Tensor
+    states: Tensor
+    conv_weight: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    norm_weight: Tensor
+    state_indices: Tensor
+    conv_bias: Tensor | None
+    scale: float | None
+    epsilon: float
+    state_layout: str
+    gate_activation: str
+    softplus_beta: float
+    softplus_threshold: float
+    disable_state_update: bool
+    intermediate_states: Tensor | None
+    intermediate_conv_window: Tensor | None
+    intermediate_state_indices: Tensor | None
+    retrieve_parent_token: Tensor | None
+
+
+def check(**x: Unpack[Arguments]) -> None:
+    mixed_qkv, z, a, b, A_log = x["mixed_qkv"], x["z"], x["a"], x["b"], x["A_log"]
+    dt_bias, norm_weight, state_indices = x["dt_bias"], x["norm_weight"], x["state_indices"]
+    conv_bias, scale, softplus_beta = x["conv_bias"], x["scale"], x["softplus_beta"]
+    intermediate_state_indices = x["intermediate_state_indices"]
+    retrieve_parent_token = x["retrieve_parent_token"]
     c = Checker("npu_gated_delta_layer_decode")
     c.same_device(
         mixed_qkv=mixed_qkv,
         z=z,
         a=a,
         b=b,
-        conv_states=conv_states,
-        states=states,
-        conv_weight=conv_weight,
+        conv_states=x["conv_states"],
+        states=x["states"],
+        conv_weight=x["conv_weight"],
         conv_bias=conv_bias,
         A_log=A_log,
         dt_bias=dt_bias,
         norm_weight=norm_weight,
         state_indices=state_indices,
-        intermediate_states=intermediate_states,
-        intermediate_conv_window=intermediate_conv_window,
+        intermediate_states=x["intermediate_states"],
+        intermediate_conv_window=x["intermediate_conv_window"],
         intermediate_state_indices=intermediate_state_indices,
         retrieve_parent_token=retrieve_parent_token,
     )
-    c.one_of("state_layout", state_layout, "kv", "vk")
-    c.one_of("gate_activation", gate_activation, "silu", "swish", "sigmoid")
+    c.one_of("state_layout", x["state_layout"], "kv", "vk")
+    c.one_of("gate_activation", x["gate_activation"], "silu", "swish", "sigmoid")
     c.require(softplus_beta > 0, f"`softplus_beta` is {softplus_beta}, expected a positive number.")
     c.require(scale is None or scale > 0, f"`scale` is {scale}, expected a positive number.")
-    c.at_least("epsilon", epsilon, 0)
+    c.at_least("epsilon", x["epsilon"], 0)
     c.floating("mixed_qkv", mixed_qkv)
     c.same_dtype(mixed_qkv=mixed_qkv, z=z)
     c.shape("mixed_qkv", mixed_qkv, "B S C")
@@ -87,7 +95,7 @@ def check(
         ("A_log", A_log, "Nv"),
         ("dt_bias", dt_bias, "Nv"),
         ("norm_weight", norm_weight, "Dv"),
-        ("conv_weight", conv_weight, "W C"),
+        ("conv_weight", x["conv_weight"], "W C"),
     ):
         c.floating(name, tensor)
         c.shape(name, tensor, wanted)
@@ -101,19 +109,19 @@ def check(
     c.sizes["N"] = c.sizes["B"]
     c.integer("state_indices", state_indices)
     c.shape("state_indices", state_indices, "B")
-    last = "Dk Dv" if state_layout == "kv" else "Dv Dk"
-    convolutions.pool(c, "conv_states", conv_states, "slots L C")
+    last = "Dk Dv" if x["state_layout"] == "kv" else "Dv Dk"
+    convolutions.pool(c, "conv_states", x["conv_states"], "slots L C")
     convolutions.enough(c, "conv_states", "columns", c.sizes["L"], c.sizes["W"] - 1)
-    pool_of_states(c, "states", states, f"slots Nv {last}")
+    pool_of_states(c, "states", x["states"], f"slots Nv {last}")
     _heads(c)
-    if not disable_state_update:
+    if not x["disable_state_update"]:
         convolutions.distinct(c, "state_indices", state_indices, c.sizes["slots"])
     _check_verification(
         c,
         last,
-        disable_state_update,
-        intermediate_states,
-        intermediate_conv_window,
+        x["disable_state_update"],
+        x["intermediate_states"],
+        x["intermediate_conv_window"],
         intermediate_state_indices,
         retrieve_parent_token,
     )

@@ -7,10 +7,11 @@ x, gate, out [..., D]   weight [D]   D is a multiple of `group_size`
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 
@@ -21,16 +22,26 @@ SCHEMA = (
 ONNX = "GatedRmsNorm"
 
 
-def check(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    group_size: int | None,
-    norm_before_gate: bool,
-    activation: str,
-) -> None:
-    inputs(Checker("npu_gated_rms_norm"), x, gate, weight, epsilon, group_size, activation)
+class Arguments(TypedDict):
+    x: Tensor
+    gate: Tensor
+    weight: Tensor
+    epsilon: float
+    group_size: int | None
+    norm_before_gate: bool
+    activation: str
+
+
+def check(**a: Unpack[Arguments]) -> None:
+    inputs(
+        Checker("npu_gated_rms_norm"),
+        a["x"],
+        a["gate"],
+        a["weight"],
+        a["epsilon"],
+        a["group_size"],
+        a["activation"],
+    )
 
 
 def inputs(

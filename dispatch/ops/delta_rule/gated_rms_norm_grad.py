@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
+from . import gated_rms_norm
 from .gated_rms_norm import inputs, like
 
 SCHEMA = (
@@ -20,18 +22,14 @@ SCHEMA = (
 FUNCTION = "backward"
 
 
-def check(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    d_out: Tensor,
-    epsilon: float,
-    group_size: int | None,
-    norm_before_gate: bool,
-    activation: str,
-) -> None:
+class Arguments(gated_rms_norm.Arguments):
+    d_out: Tensor
+
+
+def check(**a: Unpack[Arguments]) -> None:
+    x, d_out = a["x"], a["d_out"]
     c = Checker("npu_gated_rms_norm_grad")
-    inputs(c, x, gate, weight, epsilon, group_size, activation)
+    inputs(c, x, a["gate"], a["weight"], a["epsilon"], a["group_size"], a["activation"])
     c.same_device(x=x, d_out=d_out)
     c.same_dtype(x=x, d_out=d_out)
     like(c, "d_out", d_out, x)

@@ -10,9 +10,10 @@ T is the sum of `actual_seq_lengths` [B]; tokens behind it give 0.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...values import known
@@ -28,25 +29,30 @@ GE = "RecurrentGatedDeltaRule"
 ONNX = "RecurrentGatedDeltaRule"
 
 
-def check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: Tensor,
-    beta: Tensor | None,
-    scale: float | None,
-    actual_seq_lengths: Tensor | None,
-    ssm_state_indices: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-    g: Tensor | None,
-    gk: Tensor | None,
-) -> None:
+class Arguments(TypedDict):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    state: Tensor
+    beta: Tensor | None
+    scale: float | None
+    actual_seq_lengths: Tensor | None
+    ssm_state_indices: Tensor | None
+    num_accepted_tokens: Tensor | None
+    g: Tensor | None
+    gk: Tensor | None
+
+
+def check(**x: Unpack[Arguments]) -> None:
+    query, key, value, beta, scale = x["query"], x["key"], x["value"], x["beta"], x["scale"]
+    actual_seq_lengths, ssm_state_indices = x["actual_seq_lengths"], x["ssm_state_indices"]
+    num_accepted_tokens, g, gk = x["num_accepted_tokens"], x["g"], x["gk"]
     c = Checker("npu_recurrent_gated_delta_rule")
     c.same_device(
         query=query,
         key=key,
         value=value,
-        state=state,
+        state=x["state"],
         beta=beta,
         actual_seq_lengths=actual_seq_lengths,
         ssm_state_indices=ssm_state_indices,
@@ -70,7 +76,7 @@ def check(
         if gate is not None:
             c.floating(name, gate)
             c.shape(name, gate, wanted)
-    pool_of_states(c, "state", state, "slots Nv Dv Dk")
+    pool_of_states(c, "state", x["state"], "slots Nv Dv Dk")
     c.sizes["B"] = 1
     if actual_seq_lengths is not None:
         c.integer("actual_seq_lengths", actual_seq_lengths)

@@ -9,30 +9,24 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...ops.delta_rule.chunk_gated_delta_rule import Arguments
 from ..common.delta_rules import by_channel, sequences, some_sequences, step
 from ..common.precision import accumulator
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    actual_seq_lengths: Tensor | None,
-    scale: float | None,
-    g: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    key, value, scale = a["key"], a["value"], a["scale"]
     tokens, heads, key_size = key.shape
     value_heads, value_size = value.shape[1:]
-    kind = accumulator(query)
-    starts, lengths = sequences(actual_seq_lengths, tokens, key.device)
-    if initial_state is None:
+    kind = accumulator(a["query"])
+    starts, lengths = sequences(a["actual_seq_lengths"], tokens, key.device)
+    if a["initial_state"] is None:
         shape = [len(lengths), value_heads, value_size, key_size]
         final = torch.zeros(shape, dtype=kind, device=key.device)
     else:
-        final = initial_state.clone()
+        final = a["initial_state"].clone()
     out = torch.zeros_like(value, memory_format=torch.contiguous_format)
     scale = key_size**-0.5 if scale is None else scale
 
@@ -43,12 +37,15 @@ def forward(
             on = t < lengths[some]
             token = (starts[some] + t)[on]
             q, k = (
-                x[token].to(kind).repeat_interleave(value_heads // heads, 1) for x in (query, key)
+                x[token].to(kind).repeat_interleave(value_heads // heads, 1)
+                for x in (a["query"], key)
             )
             decay = (
-                torch.ones_like(q[..., :1]) if g is None else by_channel(g)[token].to(kind).exp()
+                torch.ones_like(q[..., :1])
+                if a["g"] is None
+                else by_channel(a["g"])[token].to(kind).exp()
             )
-            rate = torch.ones_like(q[..., 0]) if beta is None else beta[token].to(kind)
+            rate = torch.ones_like(q[..., 0]) if a["beta"] is None else a["beta"][token].to(kind)
             after, o = step(state[on], q * scale, k, value[token].to(kind), decay, rate)
             out[token] = o.to(out.dtype)
             state = state.index_copy(0, on.nonzero()[:, 0], after)

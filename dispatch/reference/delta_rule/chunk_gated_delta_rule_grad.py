@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...ops.delta_rule.chunk_gated_delta_rule_grad import Arguments
 from ..common.delta_rules import by_channel, sequences, some_sequences, step
 from ..common.precision import accumulator
 
@@ -30,22 +32,13 @@ def _with(states: Tensor, some: Tensor | slice, new: Tensor) -> Tensor:
     return new if isinstance(some, slice) else states.index_copy(0, some, new)
 
 
-def backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    d_out: Tensor,
-    d_final_state: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    actual_seq_lengths: Tensor | None,
-    scale: float | None,
-    g: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, beta = a["query"], a["key"], a["value"], a["beta"]
+    initial_state, scale, g = a["initial_state"], a["scale"], a["g"]
     tokens, heads, key_size = key.shape
     value_heads, value_size = value.shape[1:]
     kind, device = accumulator(query), key.device
-    starts, lengths = sequences(actual_seq_lengths, tokens, device)
+    starts, lengths = sequences(a["actual_seq_lengths"], tokens, device)
     scale = key_size**-0.5 if scale is None else scale
 
     def zeros(like: Tensor | None) -> Tensor:
@@ -77,7 +70,7 @@ def backward(
     longest = int(lengths.max()) if len(lengths) else 0
     for some in some_sequences(len(lengths), size * (SEGMENT + longest // SEGMENT)):
         some = some.to(device)
-        state, grad = first(initial_state, some), first(d_final_state, some)
+        state, grad = first(initial_state, some), first(a["d_final_state"], some)
         last = int(lengths[some].max())
 
         def alive(t: int, some: Tensor = some) -> Tensor | slice:
@@ -106,7 +99,7 @@ def backward(
                 on = alive(t)
                 token = (starts[some] + t)[on]
                 q, k, v, decay, rate = token_of(token)
-                do = d_out[token].to(kind)
+                do = a["d_out"][token].to(kind)
                 old = old[on] * decay[..., None]
                 # sums of products, not products of matrices: torch adds by halves, a BLAS in turn
                 x = v - (k[..., None] * old).sum(-2)

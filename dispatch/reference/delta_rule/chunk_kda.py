@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...ops.delta_rule.chunk_kda import Arguments
 from ..common.precision import accumulator
 from . import chunk_gated_delta_rule as rule
 from .fused_sigmoid_gating_delta_rule_update import softplus
@@ -81,38 +83,33 @@ def gate(
     return lower_bound * share, slope, slope * x
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    state_layout: str,
-) -> tuple[Tensor, Tensor]:
+def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    initial_state = a["initial_state"]
     x = tokens(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        cu_seqlens,
-        use_qk_l2norm_in_kernel,
-        use_gate_in_kernel,
-        A_log,
-        dt_bias,
-        lower_bound,
+        a["q"],
+        a["k"],
+        a["v"],
+        a["g"],
+        a["beta"],
+        a["cu_seqlens"],
+        a["use_qk_l2norm_in_kernel"],
+        a["use_gate_in_kernel"],
+        a["A_log"],
+        a["dt_bias"],
+        a["lower_bound"],
     )
-    turn = state_layout == "kv"
+    turn = a["state_layout"] == "kv"
     state = initial_state.mT if initial_state is not None and turn else initial_state
-    some, final = rule.forward(x.q, x.k, x.v, x.beta, state, x.lengths, scale, x.g)
-    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    some, final = rule.forward(
+        query=x.q,
+        key=x.k,
+        value=x.v,
+        beta=x.beta,
+        initial_state=state,
+        actual_seq_lengths=x.lengths,
+        scale=a["scale"],
+        g=x.g,
+    )
+    out = torch.zeros_like(a["v"], memory_format=torch.contiguous_format)
     out.flatten(0, 1)[x.first :] = some
     return out, (final.mT if turn else final).contiguous()

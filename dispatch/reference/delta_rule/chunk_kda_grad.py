@@ -6,30 +6,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...ops.delta_rule.chunk_kda_grad import Arguments
 from ..common.precision import accumulator
 from . import chunk_gated_delta_rule_grad as rule
 from .chunk_kda import gate, normal, tokens
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    d_out: Tensor,
-    d_final_state: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    state_layout: str,
+    **a: Unpack[Arguments],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, g, beta, A_log = a["q"], a["k"], a["v"], a["g"], a["beta"], a["A_log"]
+    dt_bias = a["dt_bias"]
     kind = accumulator(q)
     x = tokens(
         q,
@@ -37,30 +26,32 @@ def backward(
         v,
         g,
         beta,
-        cu_seqlens,
-        use_qk_l2norm_in_kernel,
-        use_gate_in_kernel,
+        a["cu_seqlens"],
+        a["use_qk_l2norm_in_kernel"],
+        a["use_gate_in_kernel"],
         A_log,
         dt_bias,
-        lower_bound,
+        a["lower_bound"],
     )
     # tokens of no sequence may hold anything
     owned = torch.zeros(q.shape[:2], dtype=torch.bool, device=q.device)
     owned.view(-1)[x.first : x.first + int(x.lengths.sum())] = True
     q, k, g = (y.masked_fill(~owned[..., None, None], 0) for y in (q, k, g))
-    turn = state_layout == "kv"
-    state, d_final = (s.mT if s is not None and turn else s for s in (initial_state, d_final_state))
+    turn = a["state_layout"] == "kv"
+    state, d_final = (
+        s.mT if s is not None and turn else s for s in (a["initial_state"], a["d_final_state"])
+    )
     some = rule.backward(
-        x.q,
-        x.k,
-        x.v,
-        d_out.flatten(0, 1)[x.first :],
-        d_final,
-        x.beta,
-        state,
-        x.lengths,
-        scale,
-        x.g,
+        query=x.q,
+        key=x.k,
+        value=x.v,
+        d_out=a["d_out"].flatten(0, 1)[x.first :],
+        d_final_state=d_final,
+        beta=x.beta,
+        initial_state=state,
+        actual_seq_lengths=x.lengths,
+        scale=a["scale"],
+        g=x.g,
     )
 
     def whole(like: Tensor, part: Tensor) -> Tensor:
@@ -71,11 +62,11 @@ def backward(
     d_q, d_k, d_v, d_beta, d_g = (
         whole(y, d) for y, d in zip((q, k, v, beta, g), (*some[:4], some[5]), strict=True)
     )
-    if use_qk_l2norm_in_kernel:
+    if a["use_qk_l2norm_in_kernel"]:
         d_q, d_k = (_of_normal(y.to(kind), d) for y, d in ((q, d_q), (k, d_k)))
     d_A, d_bias = q.new_zeros(0), q.new_zeros(0)
-    if use_gate_in_kernel:
-        _, by_g, by_A = gate(g.to(kind), A_log, dt_bias, lower_bound)
+    if a["use_gate_in_kernel"]:
+        _, by_g, by_A = gate(g.to(kind), A_log, dt_bias, a["lower_bound"])
         if A_log is not None:
             d_A = (d_g * by_A).sum((0, 1, 3), dtype=torch.float64).to(A_log.dtype)
         d_g = d_g * by_g
@@ -83,7 +74,7 @@ def backward(
             d_bias = d_g.sum((0, 1), dtype=torch.float64)
             d_bias = d_bias.reshape(dt_bias.shape).to(dt_bias.dtype)
     d_state = q.new_zeros(0)
-    if initial_state is not None:
+    if a["initial_state"] is not None:
         d_state = some[4].mT.contiguous() if turn else some[4]
     return (
         d_q.to(q.dtype),

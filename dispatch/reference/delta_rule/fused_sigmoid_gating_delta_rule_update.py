@@ -10,34 +10,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...ops.delta_rule.fused_sigmoid_gating_delta_rule_update import Arguments
 from ..common.delta_rules import some_sequences, step
 from ..common.precision import accumulator
 
 
-def forward(
-    A_log: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    softplus_beta: float,
-    softplus_threshold: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    b: Tensor,
-    initial_state_source: Tensor,
-    initial_state_indices: Tensor,
-    scale: float | None,
-    use_qk_l2norm_in_kernel: bool,
-    cu_seqlens: Tensor | None,
-    state_layout: str,
-    is_kda: bool,
-    disable_state_update: bool,
-    intermediate_states: Tensor | None,
-    intermediate_state_indices: Tensor | None,
-    retrieve_parent_token: Tensor | None,
-    lower_bound: float | None,
-) -> Tensor:
+def forward(**given: Unpack[Arguments]) -> Tensor:
+    q, k, v = given["q"], given["k"], given["v"]
+    retrieve_parent_token = given["retrieve_parent_token"]
     batch, length, heads, key_size = k.shape
     value_heads, value_size = v.shape[2:]
     kind = accumulator(q)
@@ -45,30 +27,36 @@ def forward(
     # every token of the call in one row; [tokens, HV, ...] each
     rows = batch * length
     q, k = (x.reshape(rows, heads, key_size).to(kind) for x in (q, k))
-    if use_qk_l2norm_in_kernel:
+    if given["use_qk_l2norm_in_kernel"]:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q = q * (key_size**-0.5 if scale is None else scale)
+    q = q * (key_size**-0.5 if given["scale"] is None else given["scale"])
     q, k = (x.repeat_interleave(value_heads // heads, 1) for x in (q, k))
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     v = v.reshape(rows, value_heads, value_size).to(kind)
-    channels = key_size if is_kda else 1
-    x = a.reshape(rows, value_heads, channels).to(kind)
-    x = x + dt_bias.reshape(value_heads, channels).to(kind)
-    fading = decay(A_log, x, softplus_beta, softplus_threshold, lower_bound)
-    beta = torch.sigmoid(b.reshape(rows, value_heads).to(kind))
+    channels = key_size if given["is_kda"] else 1
+    x = given["a"].reshape(rows, value_heads, channels).to(kind)
+    x = x + given["dt_bias"].reshape(value_heads, channels).to(kind)
+    fading = decay(
+        given["A_log"], x, given["softplus_beta"], given["softplus_threshold"], given["lower_bound"]
+    )
+    beta = torch.sigmoid(given["b"].reshape(rows, value_heads).to(kind))
 
-    if cu_seqlens is None:
+    if given["cu_seqlens"] is None:
         starts = torch.arange(batch, device=q.device) * length
         lengths = torch.full_like(starts, length)
     else:
         # a sequence begins where all before it have ended
-        inside = cu_seqlens.long().clamp(0, rows).cummax(0).values
+        inside = given["cu_seqlens"].long().clamp(0, rows).cummax(0).values
         starts, lengths = inside[:-1], inside.diff()
-    pool = initial_state_source if state_layout == "kv" else initial_state_source.mT
-    cache = intermediate_states
-    if cache is not None and state_layout == "vk":
+    pool = (
+        given["initial_state_source"]
+        if given["state_layout"] == "kv"
+        else given["initial_state_source"].mT
+    )
+    cache = given["intermediate_states"]
+    if cache is not None and given["state_layout"] == "vk":
         cache = cache.mT
-    slots = initial_state_indices.long()
+    slots = given["initial_state_indices"].long()
     live = (slots >= 0) & (slots < pool.shape[0])
 
     for some in some_sequences(len(starts), value_heads * key_size * value_size):
@@ -91,12 +79,12 @@ def forward(
             out.view(rows, value_heads, value_size)[token] = o.to(out.dtype)
             if retrieve_parent_token is not None:
                 after.append(state)
-            if cache is not None and intermediate_state_indices is not None:
-                row = intermediate_state_indices[some].long()
+            if cache is not None and given["intermediate_state_indices"] is not None:
+                row = given["intermediate_state_indices"][some].long()
                 kept = on & (row >= 0) & (row < cache.shape[0])
                 if t < cache.shape[1]:
                     cache[row[kept], t] = state[kept].to(cache.dtype)
-        if not disable_state_update:
+        if not given["disable_state_update"]:
             stored = live[some] & (lengths[some] > 0)
             pool[slots[some][stored]] = state[stored].to(pool.dtype)
     return out

@@ -6,25 +6,20 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...ops.delta_rule.gated_rms_norm import Arguments
 from ..common.precision import accumulator
 
 
-def forward(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    group_size: int | None,
-    norm_before_gate: bool,
-    activation: str,
-) -> Tensor:
+def forward(**a: Unpack[Arguments]) -> Tensor:
+    x = a["x"]
     kind = accumulator(x)
-    wide, opened = x.to(kind), opening(gate.to(kind), activation)
-    if norm_before_gate:
-        normed = unit(wide, epsilon, group_size) * weight.to(kind) * opened
+    wide, opened = x.to(kind), opening(a["gate"].to(kind), a["activation"])
+    if a["norm_before_gate"]:
+        normed = unit(wide, a["epsilon"], a["group_size"]) * a["weight"].to(kind) * opened
     else:
-        normed = unit(wide * opened, epsilon, group_size) * weight.to(kind)
+        normed = unit(wide * opened, a["epsilon"], a["group_size"]) * a["weight"].to(kind)
     return normed.to(x.dtype).contiguous()
 
 

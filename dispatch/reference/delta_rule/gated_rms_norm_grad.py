@@ -9,25 +9,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...ops.delta_rule.gated_rms_norm_grad import Arguments
 from ..common.precision import accumulator
 from .gated_rms_norm import opening, unit
 
 
-def backward(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    d_out: Tensor,
-    epsilon: float,
-    group_size: int | None,
-    norm_before_gate: bool,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
+    x, epsilon, group_size = a["x"], a["epsilon"], a["group_size"]
     kind = accumulator(x)
-    wide, z, w, d = x.to(kind), gate.to(kind), weight.to(kind), d_out.to(kind)
-    opened, share = opening(z, activation), torch.sigmoid(z)
-    slope = share * (1 - share) if activation == "sigmoid" else share * (1 + z * (1 - share))
+    wide, z, w, d = x.to(kind), a["gate"].to(kind), a["weight"].to(kind), a["d_out"].to(kind)
+    opened, share = opening(z, a["activation"]), torch.sigmoid(z)
+    slope = share * (1 - share) if a["activation"] == "sigmoid" else share * (1 + z * (1 - share))
     size = group_size or max(1, x.shape[-1])
 
     def through_norm(u: Tensor, n: Tensor, grad: Tensor) -> Tensor:
@@ -35,7 +29,7 @@ def backward(
         scale = torch.rsqrt(u.square().mean(-1, keepdim=True) + epsilon)
         return (scale * (grad - n * (grad * n).mean(-1, keepdim=True))).flatten(-2)
 
-    if norm_before_gate:
+    if a["norm_before_gate"]:
         n = unit(wide, epsilon, group_size)
         dx, d_gate = through_norm(wide, n, d * w * opened), d * w * n * slope
         d_weight = d * n * opened
@@ -45,6 +39,6 @@ def backward(
         dx, d_gate, d_weight = du * opened, du * wide * slope, d * n
     return (
         dx.to(x.dtype).contiguous(),
-        d_gate.to(gate.dtype).contiguous(),
-        d_weight.flatten(0, -2).sum(0).to(weight.dtype),
+        d_gate.to(a["gate"].dtype).contiguous(),
+        d_weight.flatten(0, -2).sum(0).to(a["weight"].dtype),
     )

@@ -10,36 +10,33 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...common import gated_delta
+from ...ops.delta_rule.recurrent_gated_delta_rule import Arguments
 from ..common.delta_rules import by_channel, sequences, some_sequences, step
 from ..common.precision import accumulator
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: Tensor,
-    beta: Tensor | None,
-    scale: float | None,
-    actual_seq_lengths: Tensor | None,
-    ssm_state_indices: Tensor,
-    num_accepted_tokens: Tensor | None,
-    g: Tensor | None,
-    gk: Tensor | None,
-) -> Tensor:
+def forward(**a: Unpack[Arguments]) -> Tensor:
+    key, value, state, scale = a["key"], a["value"], a["state"], a["scale"]
+    state_indices = a["ssm_state_indices"]
+    assert state_indices is not None  # the check said so
     tokens, heads, key_size = key.shape
     value_heads, value_size = value.shape[1:]
-    slots, kind = state.shape[0], accumulator(query)
-    starts, lengths = sequences(actual_seq_lengths, tokens, key.device)
-    kept = torch.ones_like(lengths) if num_accepted_tokens is None else num_accepted_tokens.long()
+    slots, kind = state.shape[0], accumulator(a["query"])
+    starts, lengths = sequences(a["actual_seq_lengths"], tokens, key.device)
+    kept = (
+        torch.ones_like(lengths)
+        if a["num_accepted_tokens"] is None
+        else a["num_accepted_tokens"].long()
+    )
     # a sequence without tokens may stand behind all of them: it has no slot
     last = starts + torch.minimum(kept, lengths).clamp(min=1) - 1
-    indices = torch.cat([ssm_state_indices.long(), ssm_state_indices.new_full([1], -1).long()])
+    indices = torch.cat([state_indices.long(), state_indices.new_full([1], -1).long()])
     out = torch.zeros_like(value, memory_format=torch.contiguous_format)
     scale = key_size**-0.5 if scale is None else scale
-    logarithm = gated_delta.log_decay(g, gk)
+    logarithm = gated_delta.log_decay(a["g"], a["gk"])
 
     for some in some_sequences(len(lengths), value_heads * key_size * value_size):
         some = some.to(key.device)
@@ -48,12 +45,13 @@ def forward(
             on = t < lengths[some]
             token = (starts[some] + t)[on]
             q, k = (
-                x[token].to(kind).repeat_interleave(value_heads // heads, 1) for x in (query, key)
+                x[token].to(kind).repeat_interleave(value_heads // heads, 1)
+                for x in (a["query"], key)
             )
             decay = torch.ones_like(q[..., :1])
             if logarithm is not None:
                 decay = by_channel(logarithm)[token].to(kind).exp()
-            rate = torch.ones_like(q[..., 0]) if beta is None else beta[token].to(kind)
+            rate = torch.ones_like(q[..., 0]) if a["beta"] is None else a["beta"][token].to(kind)
             after, o = step(now[on].mT, q * scale, k, value[token].to(kind), decay, rate)
             out[token] = o.to(out.dtype)
             now = now.index_copy(0, on.nonzero()[:, 0], after.mT)
