@@ -8,9 +8,10 @@ beside.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import quantised
@@ -23,20 +24,23 @@ SCHEMA = (
 )
 
 
-def check(
-    k: Tensor,
-    values: Tensor,
-    scales: Tensor,
-    slots: Tensor,
-    kind: str,
-    scale_format: str,
-    index_hadamard: bool,
-    hadamard_round: str,
-) -> None:
+class Arguments(TypedDict):
+    k: Tensor
+    values: Tensor
+    scales: Tensor
+    slots: Tensor
+    kind: str
+    scale_format: str
+    index_hadamard: bool
+    hadamard_round: str
+
+
+def check(**x: Unpack[Arguments]) -> None:
+    k, values, scales, slots, kind = x["k"], x["values"], x["scales"], x["slots"], x["kind"]
     c = Checker("npu_index_cache_write")
     c.same_device(k=k, values=values, scales=scales, slots=slots)
-    quantization.kind(c, kind, scale_format)
-    c.one_of("hadamard_round", hadamard_round, "bf16", "fp32")
+    quantization.kind(c, kind, x["scale_format"])
+    c.one_of("hadamard_round", x["hadamard_round"], "bf16", "fp32")
     c.floating("k", k)
     c.integer("slots", slots)
     c.dtype("values", values, quantised.VALUES[kind])

@@ -9,10 +9,11 @@ returns nothing beside.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import quantised
@@ -24,20 +25,24 @@ SCHEMA = (
 )
 
 
-def check(
-    ckv: Tensor,
-    k_rope: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    kind: str,
-    row_layout: str,
-    scale_format: str,
-    k_nope_clip_alpha: Tensor | None,
-) -> None:
+class Arguments(TypedDict):
+    ckv: Tensor
+    k_rope: Tensor
+    rows: Tensor
+    slots: Tensor
+    kind: str
+    row_layout: str
+    scale_format: str
+    k_nope_clip_alpha: Tensor | None
+
+
+def check(**x: Unpack[Arguments]) -> None:
+    ckv, k_rope, rows, slots, kind = x["ckv"], x["k_rope"], x["rows"], x["slots"], x["kind"]
+    row_layout = x["row_layout"]
     c = Checker("npu_latent_cache_write")
-    alpha = k_nope_clip_alpha
+    alpha = x["k_nope_clip_alpha"]
     c.same_device(ckv=ckv, k_rope=k_rope, rows=rows, slots=slots, k_nope_clip_alpha=alpha)
-    quantization.kind(c, kind, scale_format)
+    quantization.kind(c, kind, x["scale_format"])
     c.one_of(
         "row_layout",
         row_layout,
@@ -48,7 +53,7 @@ def check(
     c.floating("ckv", ckv)
     c.integer("slots", slots)
     if row_layout == quantised.V4:
-        _only_v4(c, kind, scale_format, alpha)
+        _only_v4(c, kind, x["scale_format"], alpha)
         c.dtype("k_rope", k_rope, torch.bfloat16)
         c.shape("ckv", ckv, f"T {quantised.V4_VALUES}")
     else:

@@ -8,10 +8,11 @@ scales, float32 [.., N] (`fold`), or the scales, float32 [.., N]
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import quantised
@@ -25,19 +26,22 @@ SCHEMA = (
 ONNX = "QuantizeIndexQuery"
 
 
-def check(
-    q: Tensor,
-    weights: Tensor,
-    kind: str,
-    fold: bool,
-    scale_format: str,
-    index_hadamard: bool,
-    hadamard_round: str,
-) -> None:
+class Arguments(TypedDict):
+    q: Tensor
+    weights: Tensor
+    kind: str
+    fold: bool
+    scale_format: str
+    index_hadamard: bool
+    hadamard_round: str
+
+
+def check(**x: Unpack[Arguments]) -> None:
+    q, weights = x["q"], x["weights"]
     c = Checker("npu_quantize_index_query")
     c.same_device(q=q, weights=weights)
-    quantization.kind(c, kind, scale_format)
-    c.one_of("hadamard_round", hadamard_round, "bf16", "fp32")
+    quantization.kind(c, x["kind"], x["scale_format"])
+    c.one_of("hadamard_round", x["hadamard_round"], "bf16", "fp32")
     c.floating("q", q)
     c.floating("weights", weights)
     c.require(

@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import nz, quantised
@@ -27,56 +28,59 @@ SCHEMA = (
 ONNX = "IndexerPrologPto"
 
 
-def check(
-    token_x: Tensor,
-    query_norm: Tensor,
-    weight_qb: Tensor,
-    weight_k: Tensor,
-    weight_proj: Tensor,
-    ln_gamma_k: Tensor,
-    ln_beta_k: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    index_k_cache: Tensor,
-    cache_index: Tensor,
-    ln_epsilon: float,
-    weight_format: str,
-    index_k_scale_cache: Tensor | None,
-    dequant_scale_q_norm: Tensor | None,
-    dequant_scale_w_qb: Tensor | None,
-    dequant_scale_w_k: Tensor | None,
-    smooth_scales_cq: Tensor | None,
-    weight_quant_mode: int,
-    kv_cache_quant_mode: int,
-    index_hadamard: bool,
-    hadamard_round: str,
-    scale_format: str,
-    **_: Any,
-) -> None:
+class Arguments(TypedDict):
+    token_x: Tensor
+    query_norm: Tensor
+    weight_qb: Tensor
+    weight_k: Tensor
+    weight_proj: Tensor
+    ln_gamma_k: Tensor
+    ln_beta_k: Tensor
+    rope_sin: Tensor
+    rope_cos: Tensor
+    index_k_cache: Tensor
+    cache_index: Tensor
+    ln_epsilon: float
+    rope_interleaved: bool
+    weight_format: str
+    index_k_scale_cache: Tensor | None
+    dequant_scale_q_norm: Tensor | None
+    dequant_scale_w_qb: Tensor | None
+    dequant_scale_w_k: Tensor | None
+    smooth_scales_cq: Tensor | None
+    weight_quant_mode: int
+    kv_cache_quant_mode: int
+    index_hadamard: bool
+    hadamard_round: str
+    scale_format: str
+
+
+def check(**x: Unpack[Arguments]) -> None:
+    query_norm, cache_index = x["query_norm"], x["cache_index"]
     c = Checker("npu_indexer_prolog_pto")
-    narrow = weight_args.dtypes(c, weight_quant_mode, ("weight_k",), ("weight_qb",))
-    in_bytes = quantization.index_mode(c, kv_cache_quant_mode)
-    c.one_of("scale_format", scale_format, *quantization.SCALE_FORMATS)
-    c.one_of("hadamard_round", hadamard_round, "bf16", "fp32")
+    narrow = weight_args.dtypes(c, x["weight_quant_mode"], ("weight_k",), ("weight_qb",))
+    in_bytes = quantization.index_mode(c, x["kv_cache_quant_mode"])
+    c.one_of("scale_format", x["scale_format"], *quantization.SCALE_FORMATS)
+    c.one_of("hadamard_round", x["hadamard_round"], "bf16", "fp32")
     weights = dict(
-        weight_qb=(weight_qb, "Rq Ni*Di"),
-        weight_k=(weight_k, "H Di"),
-        weight_proj=(weight_proj, "H Ni"),
+        weight_qb=(x["weight_qb"], "Rq Ni*Di"),
+        weight_k=(x["weight_k"], "H Di"),
+        weight_proj=(x["weight_proj"], "H Ni"),
     )
     floats = dict(
-        token_x=(token_x, "B S H"),
+        token_x=(x["token_x"], "B S H"),
         query_norm=(query_norm, "B S Rq"),
-        ln_gamma_k=(ln_gamma_k, "Di"),
-        ln_beta_k=(ln_beta_k, "Di"),
-        rope_sin=(rope_sin, "B S Dr"),
-        rope_cos=(rope_cos, "B S Dr"),
-        index_k_cache=(index_k_cache, "pages P 1 Di"),
+        ln_gamma_k=(x["ln_gamma_k"], "Di"),
+        ln_beta_k=(x["ln_beta_k"], "Di"),
+        rope_sin=(x["rope_sin"], "B S Dr"),
+        rope_cos=(x["rope_cos"], "B S Dr"),
+        index_k_cache=(x["index_k_cache"], "pages P 1 Di"),
     )
     scales = dict(
-        weight_qb=weight_args.Scale("dequant_scale_w_qb", dequant_scale_w_qb),
-        weight_k=weight_args.Scale("dequant_scale_w_k", dequant_scale_w_k),
+        weight_qb=weight_args.Scale("dequant_scale_w_qb", x["dequant_scale_w_qb"]),
+        weight_k=weight_args.Scale("dequant_scale_w_k", x["dequant_scale_w_k"]),
     )
-    of_norm = weight_args.Scale("dequant_scale_q_norm", dequant_scale_q_norm)
+    of_norm = weight_args.Scale("dequant_scale_q_norm", x["dequant_scale_q_norm"])
     own = {*narrow, *(["query_norm"] if query_norm.dtype in quantised.VALUES.values() else [])}
     prologs.tensors(
         c,
@@ -84,18 +88,22 @@ def check(
         weights,
         dict(cache_index=(cache_index, "B S")),
         {each.name: each.tensor for each in (*scales.values(), of_norm)}
-        | dict(smooth_scales_cq=smooth_scales_cq, index_k_scale_cache=index_k_scale_cache),
+        | dict(
+            smooth_scales_cq=x["smooth_scales_cq"], index_k_scale_cache=x["index_k_scale_cache"]
+        ),
         {*own, *(["index_k_cache"] if in_bytes else [])},
     )
-    index_sizes(c, "weight_proj", weight_proj, weight_qb, weight_format)
-    weight_args.weights(c, weight_quant_mode, weights, narrow, scales, weight_format)
+    index_sizes(c, "weight_proj", x["weight_proj"], x["weight_qb"], x["weight_format"])
+    weight_args.weights(c, x["weight_quant_mode"], weights, narrow, scales, x["weight_format"])
     c.contiguous(query_norm=query_norm)
     of_query = narrow.get("weight_qb")
     tokens = cache_index.numel()
     weight_args.of_activations(c, ("query_norm", query_norm), of_norm, of_query, tokens)
-    weight_args.smooth(c, smooth_scales_cq, of_query)
-    quantization.index_keys(c, in_bytes, index_k_cache, index_k_scale_cache, index_hadamard)
-    c.at_least("ln_epsilon", ln_epsilon, 0)
+    weight_args.smooth(c, x["smooth_scales_cq"], of_query)
+    quantization.index_keys(
+        c, in_bytes, x["index_k_cache"], x["index_k_scale_cache"], x["index_hadamard"]
+    )
+    c.at_least("ln_epsilon", x["ln_epsilon"], 0)
     prologs.distinct_slots(c, cache_index)
 
 
@@ -121,22 +129,15 @@ def index_sizes(
     )
 
 
-def fake(
-    token_x: Tensor,
-    weight_proj: Tensor,
-    ln_gamma_k: Tensor,
-    index_k_cache: Tensor,
-    weight_format: str,
-    kv_cache_quant_mode: int,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+def fake(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    token_x = x["token_x"]
     batch, rows, _hidden = token_x.shape
-    heads = nz.columns_of(weight_proj, weight_format)
-    in_bytes = kv_cache_quant_mode == 3
+    heads = nz.columns_of(x["weight_proj"], x["weight_format"])
+    in_bytes = x["kv_cache_quant_mode"] == 3
     return (
         token_x.new_empty(
-            [batch, rows, heads, ln_gamma_k.shape[0]],
-            dtype=index_k_cache.dtype if in_bytes else token_x.dtype,
+            [batch, rows, heads, x["ln_gamma_k"].shape[0]],
+            dtype=x["index_k_cache"].dtype if in_bytes else token_x.dtype,
         ),
         token_x.new_empty([batch, rows, heads], dtype=torch.float32 if in_bytes else token_x.dtype),
     )

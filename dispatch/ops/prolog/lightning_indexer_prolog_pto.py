@@ -8,10 +8,11 @@ A 4-D weight is NZ, a 2-D one row-major, or in an NPU's own format.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import nz, quantised
@@ -28,40 +29,46 @@ SCHEMA = (
 )
 
 
-def check(
-    token_x: Tensor,
-    q_norm: Tensor,
-    q_norm_scale: Tensor,
-    wq_b: Tensor,
-    wq_b_scale: Tensor,
-    wk: Tensor,
-    weights_proj: Tensor,
-    ln_gamma_k: Tensor,
-    ln_beta_k: Tensor,
-    cos_idx_rope: Tensor,
-    sin_idx_rope: Tensor,
-    hadamard_q: Tensor | None,
-    hadamard_k: Tensor | None,
-    idx_k_cache: Tensor,
-    idx_k_scale_cache: Tensor,
-    idx_k_cache_index: Tensor,
-    layernorm_epsilon_k: float,
-    layout_query: str,
-    layout_key: str,
-) -> None:
+class Arguments(TypedDict):
+    token_x: Tensor
+    q_norm: Tensor
+    q_norm_scale: Tensor
+    wq_b: Tensor
+    wq_b_scale: Tensor
+    wk: Tensor
+    weights_proj: Tensor
+    ln_gamma_k: Tensor
+    ln_beta_k: Tensor
+    cos_idx_rope: Tensor
+    sin_idx_rope: Tensor
+    hadamard_q: Tensor | None
+    hadamard_k: Tensor | None
+    idx_k_cache: Tensor
+    idx_k_scale_cache: Tensor
+    idx_k_cache_index: Tensor
+    layernorm_epsilon_k: float
+    layout_query: str
+    layout_key: str
+
+
+def check(**a: Unpack[Arguments]) -> None:
+    q_norm, q_norm_scale, wq_b_scale = a["q_norm"], a["q_norm_scale"], a["wq_b_scale"]
+    idx_k_cache, idx_k_scale_cache = a["idx_k_cache"], a["idx_k_scale_cache"]
     c = Checker("npu_lightning_indexer_prolog_pto")
-    c.one_of("layout_query", layout_query, "TND")
-    c.one_of("layout_key", layout_key, "PA_BSND")
+    c.one_of("layout_query", a["layout_query"], "TND")
+    c.one_of("layout_key", a["layout_key"], "PA_BSND")
     narrow = {"wq_b": torch.int8}
-    weights = dict(wq_b=(wq_b, "Rq Ni*Di"), wk=(wk, "H Di"), weights_proj=(weights_proj, "H Ni"))
-    matrices = dict(hadamard_q=hadamard_q, hadamard_k=hadamard_k)
+    weights = dict(
+        wq_b=(a["wq_b"], "Rq Ni*Di"), wk=(a["wk"], "H Di"), weights_proj=(a["weights_proj"], "H Ni")
+    )
+    matrices = dict(hadamard_q=a["hadamard_q"], hadamard_k=a["hadamard_k"])
     floats = dict(
-        token_x=(token_x, "T H"),
+        token_x=(a["token_x"], "T H"),
         q_norm=(q_norm, "T Rq"),
-        ln_gamma_k=(ln_gamma_k, "Di"),
-        ln_beta_k=(ln_beta_k, "Di"),
-        cos_idx_rope=(cos_idx_rope, "T Dr"),
-        sin_idx_rope=(sin_idx_rope, "T Dr"),
+        ln_gamma_k=(a["ln_gamma_k"], "Di"),
+        ln_beta_k=(a["ln_beta_k"], "Di"),
+        cos_idx_rope=(a["cos_idx_rope"], "T Dr"),
+        sin_idx_rope=(a["sin_idx_rope"], "T Dr"),
         idx_k_cache=(idx_k_cache, f"pages P 1 {quantised.INDEX}"),
         **{name: (x, "Di Di") for name, x in matrices.items() if x is not None},
     )
@@ -69,11 +76,11 @@ def check(
         c,
         floats,
         weights,
-        dict(idx_k_cache_index=(idx_k_cache_index, "T")),
+        dict(idx_k_cache_index=(a["idx_k_cache_index"], "T")),
         dict(q_norm_scale=q_norm_scale, wq_b_scale=wq_b_scale, idx_k_scale_cache=idx_k_scale_cache),
         {"wq_b", "q_norm", "idx_k_cache"},
     )
-    index_sizes(c, "weights_proj", weights_proj, wq_b, "nd")
+    index_sizes(c, "weights_proj", a["weights_proj"], a["wq_b"], "nd")
     weight_args.weights(c, 1, weights, narrow, {}, "nd")
     c.dtype("q_norm", q_norm, torch.int8)
     c.dtype("idx_k_cache", idx_k_cache, torch.int8)
@@ -102,8 +109,8 @@ def check(
         idx_k_cache=idx_k_cache,
         idx_k_scale_cache=idx_k_scale_cache,
     )
-    c.at_least("layernorm_epsilon_k", layernorm_epsilon_k, 0)
-    prologs.distinct_slots(c, idx_k_cache_index, "idx_k_cache_index")
+    c.at_least("layernorm_epsilon_k", a["layernorm_epsilon_k"], 0)
+    prologs.distinct_slots(c, a["idx_k_cache_index"], "idx_k_cache_index")
 
 
 def fake(

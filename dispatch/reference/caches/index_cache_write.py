@@ -4,22 +4,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing_extensions import Unpack
 
+from ...ops.caches.index_cache_write import Arguments
 from ..common import quantizers
 
 
-def forward(
-    k: Tensor,
-    values: Tensor,
-    scales: Tensor,
-    slots: Tensor,
-    kind: str,
-    scale_format: str,
-    index_hadamard: bool,
-    hadamard_round: str,
-) -> None:
-    k = quantizers.rotated(k, index_hadamard, hadamard_round)
-    new, scale = quantizers.of_floats(k, kind, scale_format)
-    quantizers.write(values[:, :, 0], slots, new)
-    quantizers.write(scales, slots, quantizers.stored(scale, scales.dtype)[:, None])
+def forward(**x: Unpack[Arguments]) -> None:
+    k = x["k"]
+    k = quantizers.rotated(k, x["index_hadamard"], x["hadamard_round"])
+    new, scale = quantizers.of_floats(k, x["kind"], x["scale_format"])
+    quantizers.write(x["values"][:, :, 0], x["slots"], new)
+    quantizers.write(x["scales"], x["slots"], quantizers.stored(scale, x["scales"].dtype)[:, None])

@@ -5,27 +5,22 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from typing_extensions import Unpack
 
 from ...common import quantised
+from ...ops.caches.latent_cache_write import Arguments
 from ..common import quantizers
 
 
-def forward(
-    ckv: Tensor,
-    k_rope: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    kind: str,
-    row_layout: str,
-    scale_format: str,
-    k_nope_clip_alpha: Tensor | None,
-) -> None:
-    if row_layout == quantised.V4:
-        quantizers.write_v4_rows(rows, slots, torch.cat([ckv.bfloat16(), k_rope], -1))
+def forward(**x: Unpack[Arguments]) -> None:
+    k_rope = x["k_rope"]
+    if x["row_layout"] == quantised.V4:
+        quantizers.write_v4_rows(
+            x["rows"], x["slots"], torch.cat([x["ckv"].bfloat16(), k_rope], -1)
+        )
         return
-    tiles = ckv.unflatten(-1, (-1, quantised.TILE))
-    new, scale = quantizers.of_floats(tiles, kind, scale_format, k_nope_clip_alpha)
-    parts = quantised.row_parts(rows[:, :, 0], row_layout, new.dtype, k_rope.dtype)
+    tiles = x["ckv"].unflatten(-1, (-1, quantised.TILE))
+    new, scale = quantizers.of_floats(tiles, x["kind"], x["scale_format"], x["k_nope_clip_alpha"])
+    parts = quantised.row_parts(x["rows"][:, :, 0], x["row_layout"], new.dtype, k_rope.dtype)
     for part, numbers in zip(parts, (new.flatten(1), k_rope, scale), strict=True):
-        quantizers.write(part, slots, numbers)
+        quantizers.write(part, x["slots"], numbers)

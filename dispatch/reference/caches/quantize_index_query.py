@@ -5,20 +5,15 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...ops.caches.quantize_index_query import Arguments
 from ..common import quantizers
 
 
-def forward(
-    q: Tensor,
-    weights: Tensor,
-    kind: str,
-    fold: bool,
-    scale_format: str,
-    index_hadamard: bool,
-    hadamard_round: str,
-) -> tuple[Tensor, Tensor]:
-    q = quantizers.rotated(q, index_hadamard, hadamard_round)
-    values, scale = quantizers.of_floats(q, kind, scale_format)
-    factors = weights.float() * scale if fold else scale
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    q = x["q"]
+    q = quantizers.rotated(q, x["index_hadamard"], x["hadamard_round"])
+    values, scale = quantizers.of_floats(q, x["kind"], x["scale_format"])
+    factors = x["weights"].float() * scale if x["fold"] else scale
     return values.contiguous(), factors.contiguous()

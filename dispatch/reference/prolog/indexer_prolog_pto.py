@@ -34,9 +34,14 @@ def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
     assert kind is not None  # the check said so
     form = {name: a[name] for name in ("scale_format", "index_hadamard", "hadamard_round")}
     index_cache_write.forward(
-        key, a["index_k_cache"], a["index_k_scale_cache"], slots, kind, **form
+        k=key,
+        values=a["index_k_cache"],
+        scales=a["index_k_scale_cache"],
+        slots=slots,
+        kind=kind,
+        **form,
     )
-    return quantize_index_query.forward(query, weights, kind, True, **form)
+    return quantize_index_query.forward(q=query, weights=weights, kind=kind, fold=True, **form)
 
 
 def projected(

@@ -88,14 +88,14 @@ def with_rows(
         kind = quantised.kind_of(rows.dtype)
         assert kind is not None  # the check said so
         latent_cache_write.forward(
-            key,
-            key_rope.to(dtype).to(quantised.rotary_dtype(key)),
-            rows,
-            slot,
-            kind,
-            row_layout,
-            scale_format,
-            k_nope_clip_alpha,
+            ckv=key,
+            k_rope=key_rope.to(dtype).to(quantised.rotary_dtype(key)),
+            rows=rows,
+            slots=slot,
+            kind=kind,
+            row_layout=row_layout,
+            scale_format=scale_format,
+            k_nope_clip_alpha=k_nope_clip_alpha,
         )
     return (
         query.view(*tokens, heads, rank),

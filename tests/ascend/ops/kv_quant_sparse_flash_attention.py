@@ -43,14 +43,14 @@ def rows_of(
         for i, pages in enumerate(used):
             table[i, :pages] = torch.tensor([order.pop() for _ in range(pages)])
         latent_cache_write.forward(
-            x.normal(total * page, 512),
-            x.normal(total * page, 64),
-            cache,
-            torch.arange(total * page),
-            "int8",
-            row_layout,
-            "ue8m0",
-            None,
+            ckv=x.normal(total * page, 512),
+            k_rope=x.normal(total * page, 64),
+            rows=cache,
+            slots=torch.arange(total * page),
+            kind="int8",
+            row_layout=row_layout,
+            scale_format="ue8m0",
+            k_nope_clip_alpha=None,
         )
         if exact:
             scale = quantised.row_parts(cache, row_layout, torch.int8, torch.bfloat16)[2]

@@ -235,7 +235,14 @@ def layer(
         if rows:
             cache = memory.guarded(torch.zeros(pages, PAGE, 1, quantised.ROW, dtype=torch.int8))
             latent_cache_write.forward(
-                flat["kv_cache"], flat["kr_cache"], cache, slots, "int8", ASCEND, "ue8m0", None
+                ckv=flat["kv_cache"],
+                k_rope=flat["kr_cache"],
+                rows=cache,
+                slots=slots,
+                kind="int8",
+                row_layout=ASCEND,
+                scale_format="ue8m0",
+                k_nope_clip_alpha=None,
             )
             a |= dict(kv_cache=cache, kr_cache=torch.zeros(0, dtype=inputs.dtype), kv_kind="int8")
             inputs.forbidden[:2] = [(cache, absent)]
@@ -245,7 +252,14 @@ def layer(
             cache = memory.guarded(torch.zeros(pages, PAGE, 1, 128, dtype=torch.int8))
             scales = memory.guarded(torch.zeros(pages, PAGE, 1, dtype=torch.float16))
             index_cache_write.forward(
-                flat["index_k_cache"], cache, scales, slots, "int8", "ue8m0", False, "bf16"
+                k=flat["index_k_cache"],
+                values=cache,
+                scales=scales,
+                slots=slots,
+                kind="int8",
+                scale_format="ue8m0",
+                index_hadamard=False,
+                hadamard_round="bf16",
             )
             a |= dict(index_k_cache=cache, index_k_scale_cache=scales, index_kind="int8")
             inputs.forbidden[-1] = (cache, absent)
