@@ -11,10 +11,11 @@ Slot j of row i is valid iff 0 <= index <= chunk_offset + i and index < S2.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 
@@ -26,18 +27,23 @@ SCHEMA = (
 ONNX = "IndexerLoss"
 
 
-def check(
-    query: Tensor,
-    key: Tensor,
-    index_score: Tensor,
-    indices: Tensor,
-    scaling: float,
-    chunk_offset: int,
-    eps: float,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    softmax_lse: Tensor | None,
-) -> None:
+class Arguments(TypedDict):
+    query: Tensor
+    key: Tensor
+    index_score: Tensor
+    indices: Tensor
+    scaling: float
+    chunk_offset: int
+    eps: float
+    query_rope: Tensor | None
+    key_rope: Tensor | None
+    softmax_lse: Tensor | None
+
+
+def check(**x: Unpack[Arguments]) -> None:
+    query, key, index_score, indices = x["query"], x["key"], x["index_score"], x["indices"]
+    eps, query_rope, key_rope = x["eps"], x["query_rope"], x["key_rope"]
+    softmax_lse = x["softmax_lse"]
     c = Checker("npu_indexer_loss")
     c.same_device(
         query=query,
@@ -68,7 +74,7 @@ def check(
         c.dtype("softmax_lse", softmax_lse, torch.float32, torch.float64)
         c.shape("softmax_lse", softmax_lse, "B N S")
     c.require(eps > 0, f"`eps` is {eps}, expected a positive number.")
-    c.at_least("chunk_offset", chunk_offset, 0)
+    c.at_least("chunk_offset", x["chunk_offset"], 0)
     c.dense_rows(
         query=query,
         key=key,

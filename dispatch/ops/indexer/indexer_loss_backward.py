@@ -9,10 +9,11 @@ The gradient of the limit eps -> 0; `target` may be a sum over tensor-parallel r
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 
@@ -23,14 +24,18 @@ SCHEMA = (
 FUNCTION = "backward"
 
 
-def check(
-    grad_loss: Tensor,
-    index_score: Tensor,
-    indices: Tensor,
-    target: Tensor,
-    key_length: int,
-    chunk_offset: int,
-) -> None:
+class Arguments(TypedDict):
+    grad_loss: Tensor
+    index_score: Tensor
+    indices: Tensor
+    target: Tensor
+    key_length: int
+    chunk_offset: int
+
+
+def check(**x: Unpack[Arguments]) -> None:
+    grad_loss, index_score, indices = x["grad_loss"], x["index_score"], x["indices"]
+    target = x["target"]
     c = Checker("npu_indexer_loss_backward")
     c.same_device(index_score=index_score, grad_loss=grad_loss, indices=indices, target=target)
     c.floating("index_score", index_score)
@@ -41,8 +46,8 @@ def check(
     c.shape("grad_loss", grad_loss, "B S")
     for name, tensor in (("target", target), ("grad_loss", grad_loss)):
         c.dtype(name, tensor, torch.float32, torch.float64)
-    c.at_least("key_length", key_length, 0)
-    c.at_least("chunk_offset", chunk_offset, 0)
+    c.at_least("key_length", x["key_length"], 0)
+    c.at_least("chunk_offset", x["chunk_offset"], 0)
     c.dense_rows(index_score=index_score, indices=indices, target=target)
     c.contiguous(grad_loss=grad_loss)
 

@@ -10,7 +10,7 @@ Entries past the number of visible keys are -1, and their value is 0.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -30,6 +30,23 @@ RATIO = ", SymInt cmp_ratio=1"
 SCHEMA = f"npu_lightning_indexer{ARGUMENTS}, bool return_value=False{RATIO}) -> (Tensor, Tensor)"
 GE = "LightningIndexer"
 ONNX = "LightningIndexer"
+
+
+class Arguments(TypedDict):
+    query: Tensor
+    key: Tensor
+    weights: Tensor
+    actual_seq_lengths_query: Tensor | None
+    actual_seq_lengths_key: Tensor | None
+    block_table: Tensor | None
+    layout_query: str
+    layout_key: str
+    sparse_count: int
+    sparse_mode: int
+    pre_tokens: int
+    next_tokens: int
+    return_value: bool
+    cmp_ratio: int
 
 
 def check(return_value: bool, **arguments: Any) -> None:

@@ -8,9 +8,10 @@ hidden by the mask adds nothing.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...op_spec import UNLIMITED
@@ -27,28 +28,31 @@ GE = "LightningIndexerGrad"
 FUNCTION = "backward"
 
 
-def check(
-    query: Tensor,
-    key: Tensor,
-    dy: Tensor,
-    sparse_indices: Tensor,
-    weights: Tensor,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    layout: str | None,
-    sparse_mode: int | None,
-    pre_tokens: int | None,
-    next_tokens: int | None,
-) -> None:
+class Arguments(TypedDict):
+    query: Tensor
+    key: Tensor
+    dy: Tensor
+    sparse_indices: Tensor
+    weights: Tensor
+    actual_seq_lengths_query: Tensor | None
+    actual_seq_lengths_key: Tensor | None
+    layout: str | None
+    sparse_mode: int | None
+    pre_tokens: int | None
+    next_tokens: int | None
+
+
+def check(**x: Unpack[Arguments]) -> None:
+    query, dy, sparse_indices, layout = x["query"], x["dy"], x["sparse_indices"], x["layout"]
     c = Checker("npu_lightning_indexer_grad")
     layout, rows, keys = layouts.layout(c, layout)
-    inputs(c, rows, keys, query, key, weights)
+    inputs(c, rows, keys, query, x["key"], x["weights"])
     c.same_device(
         query=query,
         dy=dy,
         sparse_indices=sparse_indices,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
+        actual_seq_lengths_query=x["actual_seq_lengths_query"],
+        actual_seq_lengths_key=x["actual_seq_lengths_key"],
     )
     c.same_dtype(query=query, dy=dy)
     c.integer("sparse_indices", sparse_indices)
@@ -59,10 +63,10 @@ def check(
         c,
         layout,
         layout,
-        ("actual_seq_lengths_query", actual_seq_lengths_query),
-        ("actual_seq_lengths_key", actual_seq_lengths_key),
+        ("actual_seq_lengths_query", x["actual_seq_lengths_query"]),
+        ("actual_seq_lengths_key", x["actual_seq_lengths_key"]),
     )
-    layouts.options(c, sparse_mode, pre_tokens, next_tokens)
+    layouts.options(c, x["sparse_mode"], x["pre_tokens"], x["next_tokens"])
 
 
 def fake(query: Tensor, key: Tensor, weights: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ Entries past the number of visible keys are -1, and their score is 0.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -19,6 +19,22 @@ SCHEMA = (
     " -> (Tensor, Tensor)"
 )
 ONNX = "LightningIndexerScores"
+
+
+class Arguments(TypedDict):
+    query: Tensor
+    key: Tensor
+    weights: Tensor
+    actual_seq_lengths_query: Tensor | None
+    actual_seq_lengths_key: Tensor | None
+    block_table: Tensor | None
+    layout_query: str
+    layout_key: str
+    sparse_count: int
+    sparse_mode: int
+    pre_tokens: int
+    next_tokens: int
+    cmp_ratio: int
 
 
 def check(**arguments: Any) -> None:

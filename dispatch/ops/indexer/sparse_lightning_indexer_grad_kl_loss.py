@@ -12,10 +12,11 @@ host: of each request (BSND; None: all), or prefix sums (TND).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...op_spec import UNLIMITED
@@ -32,26 +33,32 @@ SCHEMA = (
 GE = "SparseLightningIndexerGradKLLoss"
 
 
-def check(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    sparse_indices: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    scale_value: float,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    actual_seq_qlen: Sequence[int] | None,
-    actual_seq_klen: Sequence[int] | None,
-    layout: str | None,
-    sparse_mode: int | None,
-    pre_tokens: int | None,
-    next_tokens: int | None,
-    sinks: Tensor | None,
-) -> None:
+class Arguments(TypedDict):
+    query: Tensor
+    key: Tensor
+    query_index: Tensor
+    key_index: Tensor
+    weights: Tensor
+    sparse_indices: Tensor
+    softmax_max: Tensor
+    softmax_sum: Tensor
+    scale_value: float
+    query_rope: Tensor | None
+    key_rope: Tensor | None
+    actual_seq_qlen: list[int] | None
+    actual_seq_klen: list[int] | None
+    layout: str | None
+    sparse_mode: int | None
+    pre_tokens: int | None
+    next_tokens: int | None
+    sinks: Tensor | None
+
+
+def check(**x: Unpack[Arguments]) -> None:
+    query, key, query_index, key_index = x["query"], x["key"], x["query_index"], x["key_index"]
+    weights, sparse_indices, softmax_max = x["weights"], x["sparse_indices"], x["softmax_max"]
+    softmax_sum, query_rope, key_rope = x["softmax_sum"], x["query_rope"], x["key_rope"]
+    sinks = x["sinks"]
     c = Checker("npu_sparse_lightning_indexer_grad_kl_loss")
     c.same_device(
         query=query,
@@ -66,8 +73,8 @@ def check(
         key_rope=key_rope,
         sinks=sinks,
     )
-    _, rows, keys = layouts.layout(c, layout)
-    layouts.options(c, sparse_mode, pre_tokens, next_tokens)
+    _, rows, keys = layouts.layout(c, x["layout"])
+    layouts.options(c, x["sparse_mode"], x["pre_tokens"], x["next_tokens"])
     c.floating("query", query)
     c.same_dtype(query=query, key=key, query_rope=query_rope, key_rope=key_rope)
     c.same_dtype(query=query, query_index=query_index, key_index=key_index)
@@ -93,7 +100,7 @@ def check(
     if sinks is not None:
         c.floating("sinks", sinks)
         c.shape("sinks", sinks, "N")
-    _check_lengths(c, rows == "B S", actual_seq_qlen, actual_seq_klen)
+    _check_lengths(c, rows == "B S", x["actual_seq_qlen"], x["actual_seq_klen"])
     c.dense_rows(
         query=query,
         key=key,

@@ -13,48 +13,41 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
+
+from ...ops.indexer.indexer_loss import Arguments
 
 # gathered key elements held at a time: 64 MiB in float32
 _BLOCK = 1 << 24
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    index_score: Tensor,
-    indices: Tensor,
-    scaling: float,
-    chunk_offset: int,
-    eps: float,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    softmax_lse: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    query, key, index_score, query_rope = x["query"], x["key"], x["index_score"], x["query_rope"]
     wide = torch.float64 in (query.dtype, index_score.dtype)
     kind = torch.float64 if wide else torch.float32
     batch, heads, length, _ = query.shape
     kept = index_score.shape[2]
     loss = query.new_zeros([batch, length], dtype=kind)
     target = query.new_zeros([batch, length, kept], dtype=kind)
-    usable = valid(indices, key.shape[1], chunk_offset)
+    usable = valid(x["indices"], key.shape[1], x["chunk_offset"])
     sizes = query.shape[-1] + (0 if query_rope is None else query_rope.shape[-1])
     step = max(1, _BLOCK // max(1, kept * max(sizes, heads)))
     for b in range(batch if kept and key.shape[1] else 0):
         for start in range(0, length, step):
             rows = slice(start, start + step)
-            at = indices[b, rows].long().where(usable[b, rows], 0)
+            at = x["indices"][b, rows].long().where(usable[b, rows], 0)
             logits = _logits(query[b, :, rows], key[b], at, kind)
-            if query_rope is not None and key_rope is not None:
-                logits += _logits(query_rope[b, :, rows], key_rope[b], at, kind)
+            if query_rope is not None and x["key_rope"] is not None:
+                logits += _logits(query_rope[b, :, rows], x["key_rope"][b], at, kind)
             ok = usable[b, rows, None]
-            logits = (logits * scaling).masked_fill_(~ok, -torch.inf)
-            if softmax_lse is None:
+            logits = (logits * x["scaling"]).masked_fill_(~ok, -torch.inf)
+            if x["softmax_lse"] is None:
                 lse = logits.logsumexp(-1, keepdim=True)
             else:
-                lse = softmax_lse[b, :, rows].mT[..., None].to(kind)
+                lse = x["softmax_lse"][b, :, rows].mT[..., None].to(kind)
             p = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0))
             target[b, rows] = p.masked_fill_(~ok, 0.0).sum(1)
-    return loss.copy_(divergence(target, index_score.to(kind), usable, eps)), target
+    return loss.copy_(divergence(target, index_score.to(kind), usable, x["eps"])), target
 
 
 def divergence(target: Tensor, score: Tensor, usable: Tensor, eps: float) -> Tensor:

@@ -5,20 +5,16 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...ops.indexer.indexer_loss_backward import Arguments
 from .indexer_loss import normalised, softmax, valid
 
 
-def backward(
-    grad_loss: Tensor,
-    index_score: Tensor,
-    indices: Tensor,
-    target: Tensor,
-    key_length: int,
-    chunk_offset: int,
-) -> Tensor:
-    usable = valid(indices, key_length, chunk_offset)
+def backward(**x: Unpack[Arguments]) -> Tensor:
+    target = x["target"]
+    usable = valid(x["indices"], x["key_length"], x["chunk_offset"])
     target = target.masked_fill(~usable, 0.0)
-    r = softmax(index_score.to(target.dtype), usable)
-    grad = (r - normalised(target)) * grad_loss[..., None]
-    return grad.masked_fill_(~usable, 0.0).to(index_score.dtype)
+    r = softmax(x["index_score"].to(target.dtype), usable)
+    grad = (r - normalised(target)) * x["grad_loss"][..., None]
+    return grad.masked_fill_(~usable, 0.0).to(x["index_score"].dtype)

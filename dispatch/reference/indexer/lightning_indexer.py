@@ -15,46 +15,34 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...common import layout, paged
+from ...ops.indexer.lightning_indexer import Arguments
 from ..common.precision import accumulator
 
 # scores of one head held at a time: 64 MiB in float32
 _BLOCK = 1 << 24
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    sparse_count: int,
-    sparse_mode: int,
-    pre_tokens: int,
-    next_tokens: int,
-    return_value: bool,
-    cmp_ratio: int,
-) -> tuple[Tensor, Tensor]:
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    query = x["query"]
     indices, values = scored(
         query,
-        key,
-        weights,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
-        block_table,
-        layout_query,
-        layout_key,
-        sparse_count,
-        sparse_mode,
-        pre_tokens,
-        next_tokens,
-        cmp_ratio,
+        x["key"],
+        x["weights"],
+        x["actual_seq_lengths_query"],
+        x["actual_seq_lengths_key"],
+        x["block_table"],
+        x["layout_query"],
+        x["layout_key"],
+        x["sparse_count"],
+        x["sparse_mode"],
+        x["pre_tokens"],
+        x["next_tokens"],
+        x["cmp_ratio"],
     )
-    return indices, values.to(query.dtype) if return_value else query.new_empty([0])
+    return indices, values.to(query.dtype) if x["return_value"] else query.new_empty([0])
 
 
 def scored(

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...common import layout as layouts
+from ...ops.indexer.sparse_lightning_indexer_grad_kl_loss import Arguments
 from ..common import selection
 from ..common.precision import accumulator
 from .indexer_loss import normalised, softmax
@@ -24,55 +26,37 @@ from .indexer_loss import normalised, softmax
 EPS = 1e-10
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    sparse_indices: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    scale_value: float,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    actual_seq_qlen: Sequence[int] | None,
-    actual_seq_klen: Sequence[int] | None,
-    layout: str | None,
-    sparse_mode: int | None,
-    pre_tokens: int | None,
-    next_tokens: int | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, query_index, layout = x["query"], x["key"], x["query_index"], x["layout"]
     layout = layout or "BSND"
-    keys = layouts.keys_of(key, layout, _tensor(actual_seq_klen, key), None)
-    mode = 3 if sparse_mode is None else sparse_mode
-    rows = layouts.rows_of(query, layout, _tensor(actual_seq_qlen, key), keys, mode)
+    keys = layouts.keys_of(key, layout, _tensor(x["actual_seq_klen"], key), None)
+    mode = 3 if x["sparse_mode"] is None else x["sparse_mode"]
+    rows = layouts.rows_of(query, layout, _tensor(x["actual_seq_qlen"], key), keys, mode)
     wide = accumulator(query)
-    d_query, d_weights = torch.zeros_like(query_index), torch.zeros_like(weights)
+    d_query, d_weights = torch.zeros_like(query_index), torch.zeros_like(x["weights"])
     d_query, d_weights = d_query.contiguous(), d_weights.contiguous()
-    d_key, loss = selection.Sums(key_index, wide), query.new_zeros(1, dtype=wide)
+    d_key, loss = selection.Sums(x["key_index"], wide), query.new_zeros(1, dtype=wide)
 
     # all of one view: [T, N, D], [T, N]
     heads, size = query_index.shape[-2:]
-    q, qi, w = query.flatten(0, -3), query_index.flatten(0, -3), weights.flatten(0, -2)
-    q_rope = None if query_rope is None else query_rope.flatten(0, -3)
+    q, qi, w = query.flatten(0, -3), query_index.flatten(0, -3), x["weights"].flatten(0, -2)
+    q_rope = None if x["query_rope"] is None else x["query_rope"].flatten(0, -3)
     dq, dw = d_query.view(-1, heads, size), d_weights.view(-1, heads)
-    peak, total = softmax_max.flatten(0, -2).to(wide), softmax_sum.flatten(0, -2).to(wide)
-    if sinks is not None:
-        total = total + torch.exp(sinks.to(wide) - peak)
+    peak, total = x["softmax_max"].flatten(0, -2).to(wide), x["softmax_sum"].flatten(0, -2).to(wide)
+    if x["sinks"] is not None:
+        total = total + torch.exp(x["sinks"].to(wide) - peak)
     numbers = query.shape[-1] + size + query.shape[-2] + heads
-    for tokens, slot in selection.slots(key, sparse_indices, 1, rows, keys, numbers):
+    for tokens, slot in selection.slots(key, x["sparse_indices"], 1, rows, keys, numbers):
         there = slot >= 0
         k = selection.gather(key, slot, wide)
-        z = selection.logits(q[tokens], k, scale_value, slot)
-        if q_rope is not None and key_rope is not None:
-            k_rope = selection.gather(key_rope, slot, wide)
-            z = z + q_rope[tokens].to(wide) @ k_rope.mT * scale_value
+        z = selection.logits(q[tokens], k, x["scale_value"], slot)
+        if q_rope is not None and x["key_rope"] is not None:
+            k_rope = selection.gather(x["key_rope"], slot, wide)
+            z = z + q_rope[tokens].to(wide) @ k_rope.mT * x["scale_value"]
         p = torch.exp(z - peak[tokens, :, None]) / total[tokens, :, None]
         pi = normalised(p.masked_fill(~there[:, None], 0).sum(1))
 
-        k = selection.gather(key_index, slot, wide)
+        k = selection.gather(x["key_index"], slot, wide)
         s = (qi[tokens].to(wide) @ k.mT).relu_()
         weight = w[tokens].to(wide)[..., None]
         r = softmax((weight * s).sum(1), there)
