@@ -12,10 +12,11 @@ before the first sequence of a varlen call, and behind the last.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...errors import NotSupported
@@ -30,24 +31,28 @@ SCHEMA = (
 GE = "FlashAttentionScore"
 ONNX = "FusedAttention"
 
+
+class Arguments(TypedDict):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    sm_scale: float | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    window: int | None
+    deterministic: bool
+
+
 FLOAT8 = (torch.float8_e5m2, torch.float8_e4m3fn)
 
 
-def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    sm_scale: float | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    window: int | None,
-    deterministic: bool,
-) -> None:
+def check(**x: Unpack[Arguments]) -> None:
+    v = x["v"]
     c = Checker("npu_fused_attention")
-    check_inputs(c, q, k, v, cu_seqlens_q, cu_seqlens_k, window)
+    check_inputs(c, x["q"], x["k"], v, x["cu_seqlens_q"], x["cu_seqlens_k"], x["window"])
     if v.dtype not in FLOAT8:
-        c.same_dtype(q=q, v=v)
+        c.same_dtype(q=x["q"], v=v)
 
 
 def check_inputs(

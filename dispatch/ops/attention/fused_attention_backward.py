@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
+from . import fused_attention
 from .fused_attention import check_inputs
 
 SCHEMA = (
@@ -29,26 +31,20 @@ GE = "FlashAttentionScoreGrad"
 FUNCTION = "backward"
 
 
-def check(
-    grad_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-    sm_scale: float | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    window: int | None,
-    deterministic: bool,
-    grad_lse: Tensor | None,
-) -> None:
+class Arguments(fused_attention.Arguments):
+    grad_o: Tensor
+    o: Tensor
+    lse: Tensor
+    grad_lse: Tensor | None
+
+
+def check(**x: Unpack[Arguments]) -> None:
+    grad_o, q, o, lse, grad_lse = x["grad_o"], x["q"], x["o"], x["lse"], x["grad_lse"]
     c = Checker("npu_fused_attention_backward")
-    check_inputs(c, q, k, v, cu_seqlens_q, cu_seqlens_k, window)
+    check_inputs(c, q, x["k"], x["v"], x["cu_seqlens_q"], x["cu_seqlens_k"], x["window"])
     c.same_device(q=q, grad_o=grad_o, o=o, lse=lse, grad_lse=grad_lse)
-    c.same_dtype(q=q, v=v, o=o, grad_o=grad_o)
-    rows = "B H Nq" if cu_seqlens_q is None else "Tq H"
+    c.same_dtype(q=q, v=x["v"], o=o, grad_o=grad_o)
+    rows = "B H Nq" if x["cu_seqlens_q"] is None else "Tq H"
     c.shape("o", o, f"{rows} Dv")
     c.shape("grad_o", grad_o, f"{rows} Dv")
     statistics = torch.float64 if q.dtype is torch.float64 else torch.float32

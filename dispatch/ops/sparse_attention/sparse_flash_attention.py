@@ -12,10 +12,11 @@ the sum and carries no gradient: whatever depends on max + log(sum) differentiat
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...op_spec import UNLIMITED
@@ -34,48 +35,63 @@ GE = "SparseFlashAttention"
 ONNX = "SparseFlashAttention"
 
 
-def check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    sparse_indices: Tensor,
-    scale_value: float,
-    block_table: Tensor | None,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_kv: Tensor | None,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    sparse_block_size: int,
-    layout_query: str,
-    layout_kv: str,
-    sparse_mode: int,
-    pre_tokens: int,
-    next_tokens: int,
-    attention_mode: int,
-    return_softmax_lse: bool,
-    sinks: Tensor | None,
-) -> None:
+class Arguments(TypedDict):
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    sparse_indices: Tensor
+    scale_value: float
+    block_table: Tensor | None
+    actual_seq_lengths_query: Tensor | None
+    actual_seq_lengths_kv: Tensor | None
+    query_rope: Tensor | None
+    key_rope: Tensor | None
+    sparse_block_size: int
+    layout_query: str
+    layout_kv: str
+    sparse_mode: int
+    pre_tokens: int
+    next_tokens: int
+    attention_mode: int
+    return_softmax_lse: bool
+    sinks: Tensor | None
+
+
+def check(**x: Unpack[Arguments]) -> None:
+    query, sinks = x["query"], x["sinks"]
     c = Checker("npu_sparse_flash_attention")
-    rows, keys = layouts.letters(c, ("layout_query", layout_query), ("layout_kv", layout_kv))
-    inputs(c, rows, keys, query, key, value, sparse_indices, query_rope, key_rope)
+    rows, keys = layouts.letters(
+        c, ("layout_query", x["layout_query"]), ("layout_kv", x["layout_kv"])
+    )
+    inputs(
+        c,
+        rows,
+        keys,
+        query,
+        x["key"],
+        x["value"],
+        x["sparse_indices"],
+        x["query_rope"],
+        x["key_rope"],
+    )
     c.same_device(
         query=query,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_kv=actual_seq_lengths_kv,
-        block_table=block_table,
+        actual_seq_lengths_query=x["actual_seq_lengths_query"],
+        actual_seq_lengths_kv=x["actual_seq_lengths_kv"],
+        block_table=x["block_table"],
         sinks=sinks,
     )
     layouts.lengths(
         c,
-        layout_query,
-        layout_kv,
-        ("actual_seq_lengths_query", actual_seq_lengths_query),
-        ("actual_seq_lengths_kv", actual_seq_lengths_kv),
-        block_table,
+        x["layout_query"],
+        x["layout_kv"],
+        ("actual_seq_lengths_query", x["actual_seq_lengths_query"]),
+        ("actual_seq_lengths_kv", x["actual_seq_lengths_kv"]),
+        x["block_table"],
     )
-    layouts.options(c, sparse_mode, pre_tokens, next_tokens)
-    mode(c, attention_mode)
-    c.at_least("sparse_block_size", sparse_block_size, 1)
+    layouts.options(c, x["sparse_mode"], x["pre_tokens"], x["next_tokens"])
+    mode(c, x["attention_mode"])
+    c.at_least("sparse_block_size", x["sparse_block_size"], 1)
     if sinks is not None:
         c.dtype("sinks", sinks, statistics(query))
         c.shape("sinks", sinks, "N")

@@ -8,9 +8,10 @@ d_key_rope where there is no rotary part.  torch_npu's op has no d_softmax_sum, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...op_spec import UNLIMITED
@@ -30,50 +31,66 @@ SCHEMA = (
 GE = "SparseFlashAttentionGrad"
 FUNCTION = "backward"
 
+
+class Arguments(TypedDict):
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    sparse_indices: Tensor
+    d_out: Tensor
+    out: Tensor
+    softmax_max: Tensor
+    softmax_sum: Tensor
+    scale_value: float
+    sparse_block_size: int
+    query_rope: Tensor | None
+    key_rope: Tensor | None
+    actual_seq_qlen: Tensor | None
+    actual_seq_kvlen: Tensor | None
+    layout: str | None
+    sparse_mode: int | None
+    pre_tokens: int | None
+    next_tokens: int | None
+    attention_mode: int | None
+    d_softmax_sum: Tensor | None
+
+
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    sparse_indices: Tensor,
-    d_out: Tensor,
-    out: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    scale_value: float,
-    sparse_block_size: int,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    actual_seq_qlen: Tensor | None,
-    actual_seq_kvlen: Tensor | None,
-    layout: str | None,
-    sparse_mode: int | None,
-    pre_tokens: int | None,
-    next_tokens: int | None,
-    attention_mode: int | None,
-    d_softmax_sum: Tensor | None,
-) -> None:
+def check(**x: Unpack[Arguments]) -> None:
+    query, d_out, out, layout = x["query"], x["d_out"], x["out"], x["layout"]
     c = Checker("npu_sparse_flash_attention_grad")
     layout, rows, keys = layouts.layout(c, layout)
-    inputs(c, rows, keys, query, key, value, sparse_indices, query_rope, key_rope)
+    inputs(
+        c,
+        rows,
+        keys,
+        query,
+        x["key"],
+        x["value"],
+        x["sparse_indices"],
+        x["query_rope"],
+        x["key_rope"],
+    )
     c.same_device(
         query=query,
         d_out=d_out,
         out=out,
-        softmax_max=softmax_max,
-        softmax_sum=softmax_sum,
-        d_softmax_sum=d_softmax_sum,
-        actual_seq_qlen=actual_seq_qlen,
-        actual_seq_kvlen=actual_seq_kvlen,
+        softmax_max=x["softmax_max"],
+        softmax_sum=x["softmax_sum"],
+        d_softmax_sum=x["d_softmax_sum"],
+        actual_seq_qlen=x["actual_seq_qlen"],
+        actual_seq_kvlen=x["actual_seq_kvlen"],
     )
     c.same_dtype(query=query, d_out=d_out, out=out)
     c.shape("d_out", d_out, f"{rows} N D")
     c.shape("out", out, f"{rows} N D")
     c.dense_rows(d_out=d_out, out=out)
     outer = " ".join(rows.split()[:-1])
-    every = dict(softmax_max=softmax_max, softmax_sum=softmax_sum, d_softmax_sum=d_softmax_sum)
+    every = dict(
+        softmax_max=x["softmax_max"], softmax_sum=x["softmax_sum"], d_softmax_sum=x["d_softmax_sum"]
+    )
     for name, tensor in every.items():
         if tensor is not None:
             c.dtype(name, tensor, statistics(query))
@@ -83,12 +100,12 @@ def check(
         c,
         layout,
         layout,
-        ("actual_seq_qlen", actual_seq_qlen),
-        ("actual_seq_kvlen", actual_seq_kvlen),
+        ("actual_seq_qlen", x["actual_seq_qlen"]),
+        ("actual_seq_kvlen", x["actual_seq_kvlen"]),
     )
-    layouts.options(c, sparse_mode, pre_tokens, next_tokens)
-    mode(c, attention_mode)
-    c.at_least("sparse_block_size", sparse_block_size, 1)
+    layouts.options(c, x["sparse_mode"], x["pre_tokens"], x["next_tokens"])
+    mode(c, x["attention_mode"])
+    c.at_least("sparse_block_size", x["sparse_block_size"], 1)
 
 
 def fake(

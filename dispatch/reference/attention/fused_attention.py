@@ -13,31 +13,24 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...ops.attention.fused_attention import Arguments
 from ..common.precision import accumulator
 
 # scores held at a time: 64 MiB in float32
 _BLOCK = 1 << 24
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    sm_scale: float | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    window: int | None,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    q, k, v = x["q"], x["k"], x["v"]
     o = q.new_zeros([*q.shape[:-1], v.shape[-1]])
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulator(q))
-    options = Options.of(q, causal, sm_scale, window)
-    if cu_seqlens_q is None or cu_seqlens_k is None:
+    options = Options.of(q, x["causal"], x["sm_scale"], x["window"])
+    if x["cu_seqlens_q"] is None or x["cu_seqlens_k"] is None:
         _sequence(q, k, v, o, lse, options)
         return o, lse
-    for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k, q, k):
+    for rows, keys in sequences(x["cu_seqlens_q"], x["cu_seqlens_k"], q, k):
         _sequence(
             heads_first(q[rows]),
             heads_first(k[keys]),

@@ -10,35 +10,24 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...ops.attention.fused_attention_backward import Arguments
 from ..common.precision import accumulator
 from .fused_attention import Options, finite, group, heads_first, score_blocks, sequences, ungroup
 
 
-def backward(
-    grad_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-    sm_scale: float | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    window: int | None,
-    deterministic: bool,
-    grad_lse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
+    grad_o, q, k, v, lse = a["grad_o"], a["q"], a["k"], a["v"], a["lse"]
     grads = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    delta = (grad_o.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
-    if grad_lse is not None:
-        delta = delta - grad_lse
-    options = Options.of(q, causal, sm_scale, window)
-    if cu_seqlens_q is None or cu_seqlens_k is None:
+    delta = (grad_o.to(lse.dtype) * a["o"].to(lse.dtype)).sum(-1)
+    if a["grad_lse"] is not None:
+        delta = delta - a["grad_lse"]
+    options = Options.of(q, a["causal"], a["sm_scale"], a["window"])
+    if a["cu_seqlens_q"] is None or a["cu_seqlens_k"] is None:
         _sequence(grad_o, q, k, v, lse, delta, grads, options)
         return grads[0], grads[1], grads[2]
-    for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k, q, k):
+    for rows, keys in sequences(a["cu_seqlens_q"], a["cu_seqlens_k"], q, k):
         _sequence(
             heads_first(grad_o[rows]),
             heads_first(q[rows]),

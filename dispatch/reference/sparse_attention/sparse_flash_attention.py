@@ -12,61 +12,44 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...common import layout
+from ...ops.sparse_attention.sparse_flash_attention import Arguments
 from ..common import selection
 from ..common.precision import accumulator
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    sparse_indices: Tensor,
-    scale_value: float,
-    block_table: Tensor | None,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_kv: Tensor | None,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    sparse_block_size: int,
-    layout_query: str,
-    layout_kv: str,
-    sparse_mode: int,
-    pre_tokens: int,
-    next_tokens: int,
-    attention_mode: int,
-    return_softmax_lse: bool,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
+    query = x["query"]
     # the rotary part is only more dims of the logits
-    q = query if query_rope is None else torch.cat([query, query_rope], dim=-1)
+    q = query if x["query_rope"] is None else torch.cat([query, x["query_rope"]], dim=-1)
     wide = accumulator(query)
 
     def gathered(slot: Tensor) -> tuple[Tensor, Tensor]:
-        k = selection.gather(key, slot, wide)
-        v = k if value is None else selection.gather(value, slot, wide)
-        if key_rope is not None:
-            k = torch.cat([k, selection.gather(key_rope, slot, wide)], dim=-1)
+        k = selection.gather(x["key"], slot, wide)
+        v = k if x["value"] is None else selection.gather(x["value"], slot, wide)
+        if x["key_rope"] is not None:
+            k = torch.cat([k, selection.gather(x["key_rope"], slot, wide)], dim=-1)
         return k, v
 
     out, *statistics = attend(
         q,
-        key,
+        x["key"],
         query.shape[-1],
         gathered,
-        sparse_indices,
-        scale_value,
-        block_table,
-        actual_seq_lengths_query,
-        actual_seq_lengths_kv,
-        sparse_block_size,
-        layout_query,
-        layout_kv,
-        sparse_mode,
-        sinks,
+        x["sparse_indices"],
+        x["scale_value"],
+        x["block_table"],
+        x["actual_seq_lengths_query"],
+        x["actual_seq_lengths_kv"],
+        x["sparse_block_size"],
+        x["layout_query"],
+        x["layout_kv"],
+        x["sparse_mode"],
+        x["sinks"],
     )
-    if not return_softmax_lse:
+    if not x["return_softmax_lse"]:
         statistics = [each.new_empty([0]) for each in statistics]
     return out, statistics[0], statistics[1]
 

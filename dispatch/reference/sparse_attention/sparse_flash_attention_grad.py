@@ -12,46 +12,28 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...common import layout as layouts
+from ...ops.sparse_attention.sparse_flash_attention_grad import Arguments
 from ..common import selection
 from ..common.precision import accumulator
 
 
-def backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    sparse_indices: Tensor,
-    d_out: Tensor,
-    out: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    scale_value: float,
-    sparse_block_size: int,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    actual_seq_qlen: Tensor | None,
-    actual_seq_kvlen: Tensor | None,
-    layout: str | None,
-    sparse_mode: int | None,
-    pre_tokens: int | None,
-    next_tokens: int | None,
-    attention_mode: int | None,
-    d_softmax_sum: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, layout = x["query"], x["key"], x["value"], x["layout"]
     layout = layout or "BSND"
-    keys = layouts.keys_of(key, layout, actual_seq_kvlen, None)
-    rows = layouts.rows_of(query, layout, actual_seq_qlen, keys, sparse_mode)
+    keys = layouts.keys_of(key, layout, x["actual_seq_kvlen"], None)
+    rows = layouts.rows_of(query, layout, x["actual_seq_qlen"], keys, x["sparse_mode"])
     wide = accumulator(query)
     heads, size = query.shape[-2:]
     # one joint head [D + Dr]: the rotary part is only more dims of the logits
-    q, k_all = _joined(query, query_rope), _joined(key, key_rope)
-    q, do = q.flatten(0, -3), d_out.flatten(0, -3)
-    delta = (do.to(wide) * out.flatten(0, -3).to(wide)).sum(-1, keepdim=True)
-    top, total = softmax_max.view(-1, heads, 1), softmax_sum.view(-1, heads, 1)
-    if d_softmax_sum is not None:
-        delta = delta - torch.where(total > 0, d_softmax_sum.view(-1, heads, 1) * total, 0)
+    q, k_all = _joined(query, x["query_rope"]), _joined(key, x["key_rope"])
+    q, do = q.flatten(0, -3), x["d_out"].flatten(0, -3)
+    delta = (do.to(wide) * x["out"].flatten(0, -3).to(wide)).sum(-1, keepdim=True)
+    top, total = x["softmax_max"].view(-1, heads, 1), x["softmax_sum"].view(-1, heads, 1)
+    if x["d_softmax_sum"] is not None:
+        delta = delta - torch.where(total > 0, x["d_softmax_sum"].view(-1, heads, 1) * total, 0)
     # a row that sees nothing: exp(-inf - 0) / 1
     shift, total = top.masked_fill(top == -torch.inf, 0), total.masked_fill(total == 0, 1)
 
@@ -60,14 +42,14 @@ def backward(
     d_value = d_key if value is None else selection.Sums(value, wide)
     numbers = k_all.shape[-1] + size + 2 * heads
     for tokens, slot in selection.slots(
-        key, sparse_indices, sparse_block_size, rows, keys, numbers
+        key, x["sparse_indices"], x["sparse_block_size"], rows, keys, numbers
     ):
         k = selection.gather(k_all, slot, wide)
         v = k[..., :size] if value is None else selection.gather(value, slot, wide)
         grad = do[tokens].to(wide)
-        z = selection.logits(q[tokens], k, scale_value, slot)
+        z = selection.logits(q[tokens], k, x["scale_value"], slot)
         p = torch.exp(z - shift[tokens]) / total[tokens]
-        dz = p * (grad @ v.mT - delta[tokens]) * scale_value
+        dz = p * (grad @ v.mT - delta[tokens]) * x["scale_value"]
         dq[tokens] = (dz @ k).to(dq.dtype)
         d_key.add(slot, dz.mT @ q[tokens].to(wide))
         d_value.add(slot, p.mT @ grad)
@@ -79,8 +61,8 @@ def backward(
         own(dq[..., :size]),
         own(dk[..., :size]),
         none if value is None else d_value.rounded(),
-        none.clone() if query_rope is None else own(dq[..., size:]),
-        none.clone() if key_rope is None else own(dk[..., size:]),
+        none.clone() if x["query_rope"] is None else own(dq[..., size:]),
+        none.clone() if x["key_rope"] is None else own(dk[..., size:]),
     )
 
 
