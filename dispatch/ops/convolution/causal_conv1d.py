@@ -9,10 +9,11 @@ N is B, or the sequences of `query_start_loc` [N + 1]; tokens of none of them gi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ..common import convolutions
@@ -25,16 +26,26 @@ SCHEMA = (
 ONNX = "CausalConv1d"
 
 
-def check(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_states: Tensor | None,
-    query_start_loc: Tensor | None,
-    activation: str | None,
-) -> None:
+class Arguments(TypedDict):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    initial_states: Tensor | None
+    query_start_loc: Tensor | None
+    activation: str | None
+
+
+def check(**a: Unpack[Arguments]) -> None:
     c = Checker("npu_causal_conv1d")
-    inputs(c, x, weight, bias, initial_states, query_start_loc, activation)
+    inputs(
+        c,
+        a["x"],
+        a["weight"],
+        a["bias"],
+        a["initial_states"],
+        a["query_start_loc"],
+        a["activation"],
+    )
 
 
 def inputs(

@@ -12,9 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ..common import convolutions
+from . import causal_conv1d
 from .causal_conv1d import inputs
 
 SCHEMA = (
@@ -24,24 +26,22 @@ SCHEMA = (
 )
 FUNCTION = "backward"
 
+
+class Arguments(causal_conv1d.Arguments):
+    d_out: Tensor
+    d_final_states: Tensor | None
+
+
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def check(
-    x: Tensor,
-    weight: Tensor,
-    d_out: Tensor,
-    bias: Tensor | None,
-    initial_states: Tensor | None,
-    query_start_loc: Tensor | None,
-    d_final_states: Tensor | None,
-    activation: str | None,
-) -> None:
+def check(**a: Unpack[Arguments]) -> None:
+    x, d_out, d_final_states = a["x"], a["d_out"], a["d_final_states"]
     c = Checker("npu_causal_conv1d_grad")
-    inputs(c, x, weight, bias, initial_states, query_start_loc, activation)
+    inputs(c, x, a["weight"], a["bias"], a["initial_states"], a["query_start_loc"], a["activation"])
     c.same_device(x=x, d_out=d_out, d_final_states=d_final_states)
     c.same_dtype(x=x, d_out=d_out)
-    c.shape("d_out", d_out, "B S D" if query_start_loc is None else "T D")
+    c.shape("d_out", d_out, "B S D" if a["query_start_loc"] is None else "T D")
     c.dense_rows(d_out=d_out)
     if d_final_states is not None:
         convolutions.states(c, "d_final_states", d_final_states)

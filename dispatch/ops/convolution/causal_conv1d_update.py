@@ -10,9 +10,10 @@ N sequences: B, or those of `query_start_loc`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ..common import convolutions
@@ -27,43 +28,47 @@ SCHEMA = (
 ONNX = "CausalConv1dUpdate"
 
 
-def check(
-    x: Tensor,
-    conv_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    conv_state_indices: Tensor | None,
-    query_start_loc: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-    pad_slot_id: int,
-    disable_state_update: bool,
-    intermediate_conv_window: Tensor | None,
-    intermediate_state_indices: Tensor | None,
-    retrieve_parent_token: Tensor | None,
-) -> None:
+class Arguments(TypedDict):
+    x: Tensor
+    conv_states: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    activation: str | None
+    conv_state_indices: Tensor | None
+    query_start_loc: Tensor | None
+    num_accepted_tokens: Tensor | None
+    pad_slot_id: int
+    disable_state_update: bool
+    intermediate_conv_window: Tensor | None
+    intermediate_state_indices: Tensor | None
+    retrieve_parent_token: Tensor | None
+
+
+def check(**a: Unpack[Arguments]) -> None:
+    conv_state_indices, query_start_loc = a["conv_state_indices"], a["query_start_loc"]
+    num_accepted_tokens, disable_state_update = a["num_accepted_tokens"], a["disable_state_update"]
     c = Checker("npu_causal_conv1d_update")
     c.same_device(
-        x=x,
-        conv_states=conv_states,
-        weight=weight,
-        bias=bias,
+        x=a["x"],
+        conv_states=a["conv_states"],
+        weight=a["weight"],
+        bias=a["bias"],
         conv_state_indices=conv_state_indices,
         query_start_loc=query_start_loc,
         num_accepted_tokens=num_accepted_tokens,
-        intermediate_conv_window=intermediate_conv_window,
-        intermediate_state_indices=intermediate_state_indices,
-        retrieve_parent_token=retrieve_parent_token,
+        intermediate_conv_window=a["intermediate_conv_window"],
+        intermediate_state_indices=a["intermediate_state_indices"],
+        retrieve_parent_token=a["retrieve_parent_token"],
     )
-    convolutions.inputs(c, x, weight, bias, query_start_loc, activation)
-    convolutions.pool(c, "conv_states", conv_states, "slots L D")
+    convolutions.inputs(c, a["x"], a["weight"], a["bias"], query_start_loc, a["activation"])
+    convolutions.pool(c, "conv_states", a["conv_states"], "slots L D")
     convolutions.enough(c, "conv_states", "columns", c.sizes["L"], c.sizes["W"] - 1)
     convolutions.indices(c, "conv_state_indices", conv_state_indices)
     if conv_state_indices is None:
         convolutions.enough(c, "conv_states", "slots", c.sizes["slots"], c.sizes["N"])
     elif not disable_state_update:
         convolutions.distinct(c, "conv_state_indices", conv_state_indices, c.sizes["slots"])
-    convolutions.accepted(c, num_accepted_tokens, conv_state_indices, -1, pad_slot_id)
+    convolutions.accepted(c, num_accepted_tokens, conv_state_indices, -1, a["pad_slot_id"])
     if num_accepted_tokens is not None and query_start_loc is None and not disable_state_update:
         convolutions.enough(
             c, "conv_states", "columns", c.sizes["L"], c.sizes["W"] - 2 + c.sizes["S"]
@@ -72,9 +77,9 @@ def check(
         c,
         query_start_loc is not None,
         disable_state_update,
-        intermediate_conv_window,
-        intermediate_state_indices,
-        retrieve_parent_token,
+        a["intermediate_conv_window"],
+        a["intermediate_state_indices"],
+        a["retrieve_parent_token"],
     )
 
 

@@ -8,7 +8,7 @@ conv_states [slots, L, D], L from W - 1 on   cache_indices [N], or [N, blocks]
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -27,6 +27,30 @@ SCHEMA = (
     "npu_fused_causal_conv1d(Tensor x, Tensor weight, Tensor(a!) conv_states,"
     f"{_ARGUMENTS} -> Tensor"
 )
+
+
+class Arguments(TypedDict):
+    x: Tensor
+    weight: Tensor
+    conv_states: Tensor
+    query_start_loc: Tensor | None
+    cache_indices: Tensor | None
+    initial_state_mode: Tensor | None
+    bias: Tensor | None
+    num_accepted_tokens: Tensor | None
+    activation: str | None
+    pad_slot_id: int | None
+    run_mode: int | None
+    residual_connection: int | None
+    max_query_len: int | None
+    num_computed_tokens: Tensor | None
+    block_idx_first_scheduled_token: Tensor | None
+    block_idx_last_scheduled_token: Tensor | None
+    initial_state_idx: Tensor | None
+    block_size: int | None
+    conv_mode: str | None
+
+
 IN_PLACE = (
     "npu_fused_causal_conv1d_v2(Tensor(a!) x, Tensor weight, Tensor(b!) conv_states,"
     f"{_ARGUMENTS} -> ()"

@@ -10,39 +10,23 @@ tokens complete goes to that block's row as well.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...ops.convolution.fused_causal_conv1d import Arguments
 from ..common.convolution import Table, Tokens, activated, convolved, taps
 from ..common.precision import accumulator
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    conv_states: Tensor,
-    query_start_loc: Tensor | None,
-    cache_indices: Tensor | None,
-    bias: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-    activation: str | None,
-    pad_slot_id: int | None,
-    residual_connection: int | None,
-    num_computed_tokens: Tensor | None,
-    block_idx_first_scheduled_token: Tensor | None,
-    block_idx_last_scheduled_token: Tensor | None,
-    initial_state_idx: Tensor | None,
-    block_size: int | None,
-    conv_mode: str | None,
-    **_: Any,
-) -> Tensor:
-    width, kind = weight.shape[0], accumulator(x)
+def forward(**a: Unpack[Arguments]) -> Tensor:
+    x, conv_states, num_computed_tokens = a["x"], a["conv_states"], a["num_computed_tokens"]
+    block_idx_last_scheduled_token = a["block_idx_last_scheduled_token"]
+    width, kind = a["weight"].shape[0], accumulator(x)
     slots, columns = conv_states.shape[:2]
-    tokens = Tokens.of(x, None if x.ndim == 3 else query_start_loc)
+    tokens = Tokens.of(x, None if x.ndim == 3 else a["query_start_loc"])
     number = torch.arange(tokens.start.shape[0], device=x.device)
-    lines = number[:, None] if cache_indices is None else cache_indices.long()
+    lines = number[:, None] if a["cache_indices"] is None else a["cache_indices"].long()
     lines = lines[:, None] if lines.ndim == 1 else lines
 
     def by_sequence(x: Tensor, like: Tensor) -> Tensor:
@@ -55,12 +39,12 @@ def forward(
         inside = (at >= 0) & (at < lines.shape[1])
         padded = torch.nn.functional.pad(lines, (0, 1), value=-1)
         found = padded[by_sequence(number, at), at.where(inside, lines.shape[1])]
-        return found.where((found != pad_slot_id) & (found < slots), -1)
+        return found.where((found != a["pad_slot_id"]) & (found < slots), -1)
 
-    read = line(initial_state_idx)
+    read = line(a["initial_state_idx"])
     reach = torch.full_like(number, columns)
-    if num_accepted_tokens is not None:
-        reach = num_accepted_tokens.long().clamp(1, columns - width + 2) + width - 2
+    if a["num_accepted_tokens"] is not None:
+        reach = a["num_accepted_tokens"].long().clamp(1, columns - width + 2) + width - 2
     live = read >= 0
     if num_computed_tokens is not None:
         new = num_computed_tokens == 0
@@ -74,12 +58,12 @@ def forward(
     there = live[:, None] & (shifted >= 0)
     at = torch.where(there, read[:, None] * columns + shifted, slots * columns)
     table = Table.of(x, states[at], kind)
-    silu = None if activation == "None" else activation
-    out = activated(convolved(table, taps(tokens, table, width), weight, bias), silu)
-    if conv_mode == "pangu" and num_computed_tokens is not None:
+    silu = None if a["activation"] == "None" else a["activation"]
+    out = activated(convolved(table, taps(tokens, table, width), a["weight"], a["bias"]), silu)
+    if a["conv_mode"] == "pangu" and num_computed_tokens is not None:
         fewest = torch.cat([width - 1 - num_computed_tokens.long(), number.new_zeros(1)])
         out = out.masked_fill((tokens.position < fewest[tokens.sequence])[:, None], 0)
-    if residual_connection:
+    if a["residual_connection"]:
         out = out + x.reshape(out.shape).to(kind)
     out = out.masked_fill(~tokens.there[:, None], 0).to(x.dtype).reshape(x.shape)
 
@@ -97,11 +81,14 @@ def forward(
     store(write[:, None], position, column, fits)
     if (
         num_computed_tokens is not None
-        and block_idx_first_scheduled_token is not None
+        and a["block_idx_first_scheduled_token"] is not None
         and block_idx_last_scheduled_token is not None
     ):
-        size = 128 if block_size is None else block_size
-        first, last = block_idx_first_scheduled_token.long(), block_idx_last_scheduled_token.long()
+        size = 128 if a["block_size"] is None else a["block_size"]
+        first, last = (
+            a["block_idx_first_scheduled_token"].long(),
+            block_idx_last_scheduled_token.long(),
+        )
         count, chunk = (last - first)[:, None], torch.arange(lines.shape[1], device=x.device)
         # tokens behind the last end of a block, and what stands there
         rest = (tokens.length + num_computed_tokens.long()) % size

@@ -12,4 +12,4 @@ from . import fused_causal_conv1d
 
 
 def forward(x: Tensor, **others: Any) -> None:
-    x.copy_(fused_causal_conv1d.forward(x, **others))
+    x.copy_(fused_causal_conv1d.forward(x=x, **others))
