@@ -8,9 +8,10 @@ compressor_dense.py.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import compressed, quantised
@@ -28,67 +29,81 @@ SCHEMA = (
     ' Tensor? cmp_block_table=None, str kind="none", bool hadamard=False,'
     ' str hadamard_round="bf16", bool return_cmp_kv=True) -> Tensor'
 )
+
+
+class Arguments(TypedDict):
+    x: Tensor
+    wkv: Tensor
+    wgate: Tensor
+    state_cache: Tensor
+    ape: Tensor
+    norm_weight: Tensor
+    rope_sin: Tensor
+    rope_cos: Tensor
+    rope_head_dim: int
+    cmp_ratio: int
+    state_block_table: Tensor | None
+    cu_seqlens: Tensor | None
+    seqused: Tensor | None
+    start_pos: Tensor | None
+    coff: int
+    norm_eps: float
+    rotary_mode: int
+    cache_mode: int
+    cmp_cache: Tensor | None
+    cmp_scale_cache: Tensor | None
+    cmp_block_table: Tensor | None
+    kind: str
+    hadamard: bool
+    hadamard_round: str
+    return_cmp_kv: bool
+
+
 KINDS = ("none", "fp8", "int8")
 
 
-def check(
-    x: Tensor,
-    wkv: Tensor,
-    wgate: Tensor,
-    state_cache: Tensor,
-    ape: Tensor,
-    norm_weight: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    rope_head_dim: int,
-    cmp_ratio: int,
-    state_block_table: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seqused: Tensor | None,
-    start_pos: Tensor | None,
-    coff: int,
-    norm_eps: float,
-    rotary_mode: int,
-    cache_mode: int,
-    cmp_cache: Tensor | None,
-    cmp_scale_cache: Tensor | None,
-    cmp_block_table: Tensor | None,
-    kind: str,
-    hadamard: bool,
-    hadamard_round: str,
-    return_cmp_kv: bool,
-) -> None:
+def check(**a: Unpack[Arguments]) -> None:
+    x = a["x"]
     c = Checker("npu_compressor")
     c.same_device(
         x=x,
-        state_cache=state_cache,
-        state_block_table=state_block_table,
-        start_pos=start_pos,
-        cmp_cache=cmp_cache,
-        cmp_scale_cache=cmp_scale_cache,
-        cmp_block_table=cmp_block_table,
+        state_cache=a["state_cache"],
+        state_block_table=a["state_block_table"],
+        start_pos=a["start_pos"],
+        cmp_cache=a["cmp_cache"],
+        cmp_scale_cache=a["cmp_scale_cache"],
+        cmp_block_table=a["cmp_block_table"],
     )
     inputs(
         c,
         x,
-        wkv,
-        wgate,
-        ape,
-        norm_weight,
-        rope_sin,
-        rope_cos,
-        rope_head_dim,
-        cmp_ratio,
-        cu_seqlens,
-        seqused,
-        coff,
-        norm_eps,
-        rotary_mode,
-        hadamard,
+        a["wkv"],
+        a["wgate"],
+        a["ape"],
+        a["norm_weight"],
+        a["rope_sin"],
+        a["rope_cos"],
+        a["rope_head_dim"],
+        a["cmp_ratio"],
+        a["cu_seqlens"],
+        a["seqused"],
+        a["coff"],
+        a["norm_eps"],
+        a["rotary_mode"],
+        a["hadamard"],
     )
-    c.one_of("hadamard_round", hadamard_round, "bf16", "fp32")
-    _state(c, x, state_cache, state_block_table, start_pos, cmp_ratio, coff, cache_mode)
-    _entries(c, x, cmp_cache, cmp_scale_cache, cmp_block_table, kind)
+    c.one_of("hadamard_round", a["hadamard_round"], "bf16", "fp32")
+    _state(
+        c,
+        x,
+        a["state_cache"],
+        a["state_block_table"],
+        a["start_pos"],
+        a["cmp_ratio"],
+        a["coff"],
+        a["cache_mode"],
+    )
+    _entries(c, x, a["cmp_cache"], a["cmp_scale_cache"], a["cmp_block_table"], a["kind"])
 
 
 def _state(

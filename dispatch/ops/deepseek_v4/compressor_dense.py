@@ -9,7 +9,7 @@ request begins at position 0.  Windows as in common/compressed.py.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -26,6 +26,24 @@ ARGUMENTS = (
     " bool hadamard=False"
 )
 SCHEMA = f"npu_compressor_dense({ARGUMENTS}) -> Tensor"
+
+
+class Arguments(TypedDict):
+    x: Tensor
+    wkv: Tensor
+    wgate: Tensor
+    ape: Tensor
+    norm_weight: Tensor
+    rope_sin: Tensor
+    rope_cos: Tensor
+    rope_head_dim: int
+    cmp_ratio: int
+    cu_seqlens: Tensor | None
+    seqused: Tensor | None
+    coff: int
+    norm_eps: float
+    rotary_mode: int
+    hadamard: bool
 
 
 def check(**arguments: Any) -> None:

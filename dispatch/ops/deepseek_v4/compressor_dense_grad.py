@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...check import Checker
+from . import compressor_dense
 from .compressor_dense import ARGUMENTS, inputs
 
 SCHEMA = (
@@ -17,6 +18,10 @@ SCHEMA = (
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 FUNCTION = "backward"
+
+
+class Arguments(compressor_dense.Arguments):
+    d_out: Tensor
 
 
 def check(d_out: Tensor, x: Tensor, cu_seqlens: Tensor | None, **arguments: Any) -> None:

@@ -11,7 +11,7 @@ Weights of 8 bits: see weight_args.py; scales of w_o_a [G, 1, Ro] or [G, K/128, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -25,6 +25,20 @@ SCHEMA = (
     ' Tensor rope_cos, *, str weight_format="nz", SymInt weight_quant_mode=0,'
     " Tensor? dequant_scale_w_o_a=None, Tensor? dequant_scale_w_o_b=None) -> Tensor"
 )
+
+
+class Arguments(TypedDict):
+    attn_out: Tensor
+    w_o_a: Tensor
+    w_o_b: Tensor
+    rope_sin: Tensor
+    rope_cos: Tensor
+    weight_format: str
+    weight_quant_mode: int
+    dequant_scale_w_o_a: Tensor | None
+    dequant_scale_w_o_b: Tensor | None
+
+
 WEIGHTS = ("w_o_a", "w_o_b")
 
 

@@ -5,7 +5,7 @@ hc_post.py and hc_pre.py; it gives (residual, y, post, comb)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -18,6 +18,21 @@ SCHEMA = (
     " float norm_eps=1e-6, float hc_eps=1e-6, Tensor? norm_weight=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
+
+
+class Arguments(TypedDict):
+    x: Tensor
+    residual: Tensor
+    post: Tensor
+    comb: Tensor
+    hc_fn: Tensor
+    hc_scale: Tensor
+    hc_base: Tensor
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    norm_eps: float
+    hc_eps: float
+    norm_weight: Tensor | None
 
 
 def check(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, **rest: Any) -> None:

@@ -10,7 +10,7 @@ The head of a model has hc_fn [hc, hc h], hc_scale [1], hc_base [hc]; its post a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -23,6 +23,20 @@ SCHEMA = (
     " Tensor? norm_weight=None) -> (Tensor, Tensor, Tensor)"
 )
 GE = "HcPre"
+
+
+class Arguments(TypedDict):
+    x: Tensor
+    hc_fn: Tensor
+    hc_scale: Tensor
+    hc_base: Tensor
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    norm_eps: float
+    hc_eps: float
+    norm_weight: Tensor | None
+
+
 STREAMS = 4
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...check import Checker
+from . import hc_pre
 from .hc_pre import inputs, is_head, parameter_dtype
 
 SCHEMA = (
@@ -19,6 +20,12 @@ SCHEMA = (
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 FUNCTION = "backward"
+
+
+class Arguments(hc_pre.Arguments):
+    d_y: Tensor
+    d_post: Tensor
+    d_comb: Tensor
 
 
 def check(

@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import nz, quantised
@@ -24,6 +25,35 @@ SCHEMA = (
     " Tensor? dequant_scale_w_uq=None, Tensor? dequant_scale_w_kv=None,"
     " Tensor? dequant_scale_w_idx_qb=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+
+
+class Arguments(TypedDict):
+    token_x: Tensor
+    w_dq: Tensor
+    w_uq: Tensor
+    w_kv: Tensor
+    gamma_cq: Tensor
+    gamma_kv: Tensor
+    rope_sin: Tensor
+    rope_cos: Tensor
+    ori_kv: Tensor
+    ori_block_table: Tensor
+    act_seqs: Tensor
+    seqused: Tensor | None
+    w_idx_qb: Tensor | None
+    w_idx_proj: Tensor | None
+    rms_norm_eps: float
+    weight_format: str
+    kv_kind: str
+    index_hadamard: bool
+    hadamard_round: str
+    weight_quant_mode: int
+    dequant_scale_w_dq: Tensor | None
+    dequant_scale_w_uq: Tensor | None
+    dequant_scale_w_kv: Tensor | None
+    dequant_scale_w_idx_qb: Tensor | None
+
+
 # weights that a weight_quant_mode narrows: of the layer's input, of the query latent
 FIRST, SECOND = ("w_dq", "w_kv"), ("w_uq", "w_idx_qb")
 
@@ -152,22 +182,14 @@ def index_sizes(
     )
 
 
-def fake(
-    token_x: Tensor,
-    w_uq: Tensor,
-    gamma_cq: Tensor,
-    gamma_kv: Tensor,
-    w_idx_qb: Tensor | None,
-    w_idx_proj: Tensor | None,
-    weight_format: str,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, new = token_x.shape[:-1], token_x.new_empty
-    size = gamma_kv.shape[0]
-    query = new([*rows, nz.columns_of(w_uq, weight_format) // size, size])
-    query_norm = new([*rows, gamma_cq.shape[0]])
-    if w_idx_qb is None or w_idx_proj is None:
+def fake(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    weight_format = x["weight_format"]
+    rows, new = x["token_x"].shape[:-1], x["token_x"].new_empty
+    size = x["gamma_kv"].shape[0]
+    query = new([*rows, nz.columns_of(x["w_uq"], weight_format) // size, size])
+    query_norm = new([*rows, x["gamma_cq"].shape[0]])
+    if x["w_idx_qb"] is None or x["w_idx_proj"] is None:
         return query, query_norm, new([0]), new([0])
-    heads = nz.columns_of(w_idx_proj, weight_format)
-    index = new([*rows, heads, nz.columns_of(w_idx_qb, weight_format) // heads])
+    heads = nz.columns_of(x["w_idx_proj"], weight_format)
+    index = new([*rows, heads, nz.columns_of(x["w_idx_qb"], weight_format) // heads])
     return query, query_norm, index, new([*rows, heads])

@@ -11,46 +11,25 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...common import compressed, paged, quantised
 from ...common.compressed import RING, Windows
+from ...ops.deepseek_v4.compressor import Arguments
 from ..common import quantizers
 from . import compression
 
 
-def forward(
-    x: Tensor,
-    wkv: Tensor,
-    wgate: Tensor,
-    state_cache: Tensor,
-    ape: Tensor,
-    norm_weight: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    rope_head_dim: int,
-    cmp_ratio: int,
-    state_block_table: Tensor,
-    cu_seqlens: Tensor | None,
-    seqused: Tensor | None,
-    start_pos: Tensor | None,
-    coff: int,
-    norm_eps: float,
-    rotary_mode: int,
-    cache_mode: int,
-    cmp_cache: Tensor | None,
-    cmp_scale_cache: Tensor | None,
-    cmp_block_table: Tensor | None,
-    kind: str,
-    hadamard: bool,
-    hadamard_round: str,
-    return_cmp_kv: bool,
-) -> Tensor:
-    tokens = compressed.tokens_of(x, cu_seqlens, seqused, start_pos)
-    shape = compressed.rows(x, cu_seqlens, cmp_ratio)
+def forward(**a: Unpack[Arguments]) -> Tensor:
+    x, state_cache, cmp_ratio = a["x"], a["state_cache"], a["cmp_ratio"]
+    state_block_table, coff = a["state_block_table"], a["coff"]
+    assert state_block_table is not None  # the check said so
+    tokens = compressed.tokens_of(x, a["cu_seqlens"], a["seqused"], a["start_pos"])
+    shape = compressed.rows(x, a["cu_seqlens"], cmp_ratio)
     closed, windows = compression.closing(tokens, shape, cmp_ratio)
-    kv, z = compression.projected(x, wkv, wgate, ape, tokens)
+    kv, z = compression.projected(x, a["wkv"], a["wgate"], a["ape"], tokens)
     pages, page = state_cache.shape[:2]
-    ring = cache_mode == RING
+    ring = a["cache_mode"] == RING
 
     position = compression.members(windows, cmp_ratio, coff)
     own = compression.own(tokens, windows, position)
@@ -64,7 +43,14 @@ def forward(
     )
     pooled = (compression.shares(logits, there) * values).sum(1)
     entries = compression.finished(
-        pooled, closed, norm_weight, rope_sin, rope_cos, rope_head_dim, norm_eps, rotary_mode
+        pooled,
+        closed,
+        a["norm_weight"],
+        a["rope_sin"],
+        a["rope_cos"],
+        a["rope_head_dim"],
+        a["norm_eps"],
+        a["rotary_mode"],
     )
 
     kept = tokens.position >= 0
@@ -75,20 +61,20 @@ def forward(
         state_block_table, tokens.request, tokens.position[:, None], pages, page, ring
     )[:, 0].masked_fill(~kept, -1)
     quantizers.write(state_cache, slots, torch.cat([kv, z], -1).to(state_cache.dtype))
-    if cmp_cache is not None and cmp_block_table is not None:
+    if a["cmp_cache"] is not None and a["cmp_block_table"] is not None:
         _store(
             entries,
             windows,
-            cmp_cache,
-            cmp_scale_cache,
-            cmp_block_table,
-            kind,
-            hadamard,
-            hadamard_round,
+            a["cmp_cache"],
+            a["cmp_scale_cache"],
+            a["cmp_block_table"],
+            a["kind"],
+            a["hadamard"],
+            a["hadamard_round"],
         )
-    if not return_cmp_kv:
+    if not a["return_cmp_kv"]:
         return x.new_empty([0])
-    return compression.placed(entries, closed, shape, hadamard, x.dtype)
+    return compression.placed(entries, closed, shape, a["hadamard"], x.dtype)
 
 
 def _store(

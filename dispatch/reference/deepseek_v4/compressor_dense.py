@@ -5,36 +5,30 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...common import compressed
+from ...ops.deepseek_v4.compressor_dense import Arguments
 from . import compression
 
 
-def forward(
-    x: Tensor,
-    wkv: Tensor,
-    wgate: Tensor,
-    ape: Tensor,
-    norm_weight: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    rope_head_dim: int,
-    cmp_ratio: int,
-    cu_seqlens: Tensor | None,
-    seqused: Tensor | None,
-    coff: int,
-    norm_eps: float,
-    rotary_mode: int,
-    hadamard: bool,
-) -> Tensor:
-    tokens = compressed.tokens_of(x, cu_seqlens, seqused, None)
-    shape = compressed.rows(x, cu_seqlens, cmp_ratio)
+def forward(**a: Unpack[Arguments]) -> Tensor:
+    x, cmp_ratio = a["x"], a["cmp_ratio"]
+    tokens = compressed.tokens_of(x, a["cu_seqlens"], a["seqused"], None)
+    shape = compressed.rows(x, a["cu_seqlens"], cmp_ratio)
     closed, windows = compression.closing(tokens, shape, cmp_ratio)
-    own = compression.own(tokens, windows, compression.members(windows, cmp_ratio, coff))
-    kv, z = compression.projected(x, wkv, wgate, ape, tokens)
-    values, logits = (compression.taken(each, own, coff) for each in (kv, z))
+    own = compression.own(tokens, windows, compression.members(windows, cmp_ratio, a["coff"]))
+    kv, z = compression.projected(x, a["wkv"], a["wgate"], a["ape"], tokens)
+    values, logits = (compression.taken(each, own, a["coff"]) for each in (kv, z))
     pooled = (compression.shares(logits, own >= 0) * values).sum(1)
     entries = compression.finished(
-        pooled, closed, norm_weight, rope_sin, rope_cos, rope_head_dim, norm_eps, rotary_mode
+        pooled,
+        closed,
+        a["norm_weight"],
+        a["rope_sin"],
+        a["rope_cos"],
+        a["rope_head_dim"],
+        a["norm_eps"],
+        a["rotary_mode"],
     )
-    return compression.placed(entries, closed, shape, hadamard, x.dtype)
+    return compression.placed(entries, closed, shape, a["hadamard"], x.dtype)

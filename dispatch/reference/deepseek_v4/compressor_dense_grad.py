@@ -12,48 +12,35 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...common import compressed
 from ...common.compressed import PAIRS
+from ...ops.deepseek_v4.compressor_dense_grad import Arguments
 from ..common import quantizers
 from ..common.precision import accumulator
 from . import compression
 
 
-def backward(
-    d_out: Tensor,
-    x: Tensor,
-    wkv: Tensor,
-    wgate: Tensor,
-    ape: Tensor,
-    norm_weight: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    rope_head_dim: int,
-    cmp_ratio: int,
-    cu_seqlens: Tensor | None,
-    seqused: Tensor | None,
-    coff: int,
-    norm_eps: float,
-    rotary_mode: int,
-    hadamard: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wide, size, pairs = accumulator(x), norm_weight.shape[0], rotary_mode == PAIRS
-    tokens = compressed.tokens_of(x, cu_seqlens, seqused, None)
-    closed, windows = compression.closing(tokens, [*d_out.shape[:-1]], cmp_ratio)
+def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x, wkv, wgate, norm_weight = a["x"], a["wkv"], a["wgate"], a["norm_weight"]
+    cmp_ratio, coff = a["cmp_ratio"], a["coff"]
+    wide, size, pairs = accumulator(x), norm_weight.shape[0], a["rotary_mode"] == PAIRS
+    tokens = compressed.tokens_of(x, a["cu_seqlens"], a["seqused"], None)
+    closed, windows = compression.closing(tokens, [*a["d_out"].shape[:-1]], cmp_ratio)
     own = compression.own(tokens, windows, compression.members(windows, cmp_ratio, coff))
-    kv, z = compression.projected(x, wkv, wgate, ape, tokens)
+    kv, z = compression.projected(x, wkv, wgate, a["ape"], tokens)
     values, logits = (compression.taken(each, own, coff) for each in (kv, z))
     p = compression.shares(logits, own >= 0)
     pooled = (p * values).sum(1)
-    scale = compression.scale_of(pooled, norm_eps)
+    scale = compression.scale_of(pooled, a["norm_eps"])
 
-    d = d_out.flatten(0, -2)[closed].to(wide)
-    if hadamard:
+    d = a["d_out"].flatten(0, -2)[closed].to(wide)
+    if a["hadamard"]:
         d = quantizers.hadamard(d, size**-0.5)
     sin, cos = (
-        compression.angles(rope, rope_head_dim, pairs, wide)[closed]
-        for rope in (rope_sin, rope_cos)
+        compression.angles(rope, a["rope_head_dim"], pairs, wide)[closed]
+        for rope in (a["rope_sin"], a["rope_cos"])
     )
     d = compression.turned(d, -sin, cos, pairs)
     d_norm = (d * pooled * scale).sum(0)
@@ -66,7 +53,7 @@ def backward(
     absent = (tokens.position < 0)[:, None]
     flat = x.flatten(0, -2).to(wide).masked_fill(absent, 0)
     d_x = d_kv @ wkv.to(wide) + d_z @ wgate.to(wide)
-    d_ape = torch.zeros_like(ape).index_add_(0, tokens.position % cmp_ratio, d_z)
+    d_ape = torch.zeros_like(a["ape"]).index_add_(0, tokens.position % cmp_ratio, d_z)
     return (
         d_x.to(x.dtype).view(x.shape),
         (d_kv.mT @ flat).to(wkv.dtype),

@@ -16,37 +16,32 @@ Models: DeepSeek-V4.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...common import rope
+from ...ops.deepseek_v4.grouped_o_proj_pto import Arguments
 from ..common import weight_args
 from ..common.precision import accumulator
 
 
-def forward(
-    attn_out: Tensor,
-    w_o_a: Tensor,
-    w_o_b: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    weight_format: str,
-    dequant_scale_w_o_a: Tensor | None,
-    dequant_scale_w_o_b: Tensor | None,
-    **_: Any,
-) -> Tensor:
+def forward(**a: Unpack[Arguments]) -> Tensor:
+    attn_out = a["attn_out"]
     dtype, front = attn_out.dtype, attn_out.shape[:2]
 
     def product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         rows = weight_args.rows(x, None, weight, "ue8m0")
-        return weight_args.product(rows, weight, scale, weight_format).to(dtype)
+        return weight_args.product(rows, weight, scale, a["weight_format"]).to(dtype)
 
-    groups = turned_back(attn_out, rope_sin, rope_cos).flatten(2).chunk(w_o_a.shape[0], -1)
-    scales = [None] * len(groups) if dequant_scale_w_o_a is None else dequant_scale_w_o_a
-    ranks = [product(*each) for each in zip(groups, w_o_a, scales, strict=True)]
-    out = product(torch.cat(ranks, -1), w_o_b, dequant_scale_w_o_b)
+    groups = (
+        turned_back(attn_out, a["rope_sin"], a["rope_cos"])
+        .flatten(2)
+        .chunk(a["w_o_a"].shape[0], -1)
+    )
+    scales = [None] * len(groups) if a["dequant_scale_w_o_a"] is None else a["dequant_scale_w_o_a"]
+    ranks = [product(*each) for each in zip(groups, a["w_o_a"], scales, strict=True)]
+    out = product(torch.cat(ranks, -1), a["w_o_b"], a["dequant_scale_w_o_b"])
     return out.view(*front, out.shape[-1])
 
 

@@ -15,4 +15,4 @@ def forward(
     x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, **rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     streams = hc_post.forward(x, residual, post, comb)
-    return streams, *hc_pre.forward(streams, **rest)
+    return streams, *hc_pre.forward(x=streams, **rest)

@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...ops.deepseek_v4.hc_pre import Arguments
 from ..common.precision import accumulator
 
 
@@ -35,27 +37,18 @@ class Gates(NamedTuple):
     """comb before its sums are divided."""
 
 
-def forward(
-    x: Tensor,
-    hc_fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    hc_mult: int,
-    hc_sinkhorn_iters: int,
-    norm_eps: float,
-    hc_eps: float,
-    norm_weight: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
+    x, hc_fn = a["x"], a["hc_fn"]
     streams = x.flatten(0, -3).to(accumulator(x))
-    of = gates(streams, hc_fn, hc_scale, hc_base, norm_eps, hc_eps)
+    of = gates(streams, hc_fn, a["hc_scale"], a["hc_base"], a["norm_eps"], a["hc_eps"])
     y = collapsed(of.pre, streams)
-    if norm_weight is not None:
-        y = y * inverse_root(y, norm_eps) * norm_weight
+    if a["norm_weight"] is not None:
+        y = y * inverse_root(y, a["norm_eps"]) * a["norm_weight"]
     y = y.to(x.dtype).view(*x.shape[:-2], x.shape[-1])
-    if hc_fn.shape[0] == hc_mult:
+    if hc_fn.shape[0] == a["hc_mult"]:
         return y, hc_fn.new_empty([0]), hc_fn.new_empty([0])
-    *_, (_, _, comb) = sweeps(of.first, hc_sinkhorn_iters, hc_eps)
-    return y, of.post.reshape(x.shape[:-1]), comb.reshape(*x.shape[:-1], hc_mult)
+    *_, (_, _, comb) = sweeps(of.first, a["hc_sinkhorn_iters"], a["hc_eps"])
+    return y, of.post.reshape(x.shape[:-1]), comb.reshape(*x.shape[:-1], a["hc_mult"])
 
 
 def gates(

@@ -12,45 +12,37 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...ops.deepseek_v4.hc_pre_grad import Arguments
 from ..common.precision import accumulator
 from . import hc_pre
 
 
-def backward(
-    x: Tensor,
-    hc_fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    d_y: Tensor,
-    d_post: Tensor,
-    d_comb: Tensor,
-    hc_mult: int,
-    hc_sinkhorn_iters: int,
-    norm_eps: float,
-    hc_eps: float,
-    norm_weight: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    n, wide = hc_mult, accumulator(x)
+def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x, hc_fn, d_y, hc_eps = a["x"], a["hc_fn"], a["d_y"], a["hc_eps"]
+    n, wide = a["hc_mult"], accumulator(x)
     streams = x.flatten(0, -3).to(wide)
-    of = hc_pre.gates(streams, hc_fn, hc_scale, hc_base, norm_eps, hc_eps)
+    of = hc_pre.gates(streams, hc_fn, a["hc_scale"], a["hc_base"], a["norm_eps"], hc_eps)
     d_y = d_y.flatten(0, -2).to(wide)
-    d_norm = hc_base.new_zeros([0])
-    if norm_weight is not None:
-        d_y, d_norm = _of_norm(hc_pre.collapsed(of.pre, streams), norm_weight, norm_eps, d_y)
+    d_norm = a["hc_base"].new_zeros([0])
+    if a["norm_weight"] is not None:
+        d_y, d_norm = _of_norm(
+            hc_pre.collapsed(of.pre, streams), a["norm_weight"], a["norm_eps"], d_y
+        )
 
     # what goes through sigmoids and the softmax, one part behind the other
     d_pre = (d_y[:, None] * streams).sum(-1)
     opened = of.pre - hc_eps
     inner = [d_pre * opened * (1 - opened)]
     if hc_fn.shape[0] > n:
-        inner.append(d_post.view(-1, n) * of.post * (1 - of.post / 2))
-        d_first = _of_sweeps(of.first, hc_sinkhorn_iters, hc_eps, d_comb.view(-1, n, n))
+        inner.append(a["d_post"].view(-1, n) * of.post * (1 - of.post / 2))
+        d_first = _of_sweeps(of.first, a["hc_sinkhorn_iters"], hc_eps, a["d_comb"].view(-1, n, n))
         share = of.first - hc_eps
         d_logits = share * (d_first - (d_first * share).sum(-1, keepdim=True))
         inner.append(d_logits.flatten(1))
     parts = [part.shape[1] for part in inner]
-    by = torch.cat([s.expand(size) for s, size in zip(hc_scale, parts, strict=True)])
+    by = torch.cat([s.expand(size) for s, size in zip(a["hc_scale"], parts, strict=True)])
     d_inner = torch.cat(inner, -1)
     d_scale = [part.sum() for part in (d_inner * of.mix).split(parts, -1)]
     d_mix = d_inner * by

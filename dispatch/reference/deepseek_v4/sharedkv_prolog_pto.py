@@ -18,55 +18,31 @@ Models: DeepSeek-V4.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...common import paged, rope
+from ...ops.deepseek_v4.sharedkv_prolog_pto import Arguments
 from ..common import quantizers, weight_args
 from ..common.precision import accumulator
 from .hc_pre import inverse_root
 
 
-def forward(
-    token_x: Tensor,
-    w_dq: Tensor,
-    w_uq: Tensor,
-    w_kv: Tensor,
-    gamma_cq: Tensor,
-    gamma_kv: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    ori_kv: Tensor,
-    ori_block_table: Tensor,
-    act_seqs: Tensor,
-    seqused: Tensor | None,
-    w_idx_qb: Tensor | None,
-    w_idx_proj: Tensor | None,
-    rms_norm_eps: float,
-    weight_format: str,
-    kv_kind: str,
-    index_hadamard: bool,
-    hadamard_round: str,
-    dequant_scale_w_dq: Tensor | None,
-    dequant_scale_w_uq: Tensor | None,
-    dequant_scale_w_kv: Tensor | None,
-    dequant_scale_w_idx_qb: Tensor | None,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    token_x, ori_kv = a["token_x"], a["ori_kv"]
     dtype, wide = token_x.dtype, accumulator(token_x)
-    size, tokens = gamma_kv.shape[0], token_x.shape[:2]
-    sin, cos = rope_sin.to(wide), rope_cos.to(wide)
-    position, present = positions(act_seqs, seqused, tokens[1])
+    size, tokens = a["gamma_kv"].shape[0], token_x.shape[:2]
+    sin, cos = a["rope_sin"].to(wide), a["rope_cos"].to(wide)
+    position, present = positions(a["act_seqs"], a["seqused"], tokens[1])
 
     def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
         rows = weight_args.rows(x, None, weight, "ue8m0")
-        out = weight_args.product(rows, weight, scale, weight_format)
+        out = weight_args.product(rows, weight, scale, a["weight_format"])
         return out.to(dtype).to(wide).view(*tokens, out.shape[-1])
 
     def normed(x: Tensor) -> Tensor:
-        return x * inverse_root(x, rms_norm_eps)
+        return x * inverse_root(x, a["rms_norm_eps"])
 
     def heads_of(x: Tensor, size: int) -> Tensor:
         heads: Tensor = x.unflatten(-1, (x.shape[-1] // size, size))
@@ -76,29 +52,31 @@ def forward(
         there = present.view(*tokens, *[1] * (x.ndim - 2))
         return torch.where(there, x, 0).to(dtype)
 
-    query_norm = told(normed(product(token_x, w_dq, dequant_scale_w_dq)) * gamma_cq.to(wide))
-    query = normed(heads_of(product(query_norm, w_uq, dequant_scale_w_uq), size))
+    query_norm = told(
+        normed(product(token_x, a["w_dq"], a["dequant_scale_w_dq"])) * a["gamma_cq"].to(wide)
+    )
+    query = normed(heads_of(product(query_norm, a["w_uq"], a["dequant_scale_w_uq"]), size))
     query = told(rope.rotate_last(query, sin[:, :, None], cos[:, :, None]))
 
-    row = normed(product(token_x, w_kv, dequant_scale_w_kv)) * gamma_kv.to(wide)
+    row = normed(product(token_x, a["w_kv"], a["dequant_scale_w_kv"])) * a["gamma_kv"].to(wide)
     row = rope.rotate_last(row, sin, cos).flatten(0, 1)
     request = torch.arange(tokens[0], device=token_x.device)
-    slot = paged.slots(ori_block_table, request, position, *ori_kv.shape[:2])
+    slot = paged.slots(a["ori_block_table"], request, position, *ori_kv.shape[:2])
     slot = torch.where(present, slot, -1).flatten()
-    if kv_kind == "fp8":
+    if a["kv_kind"] == "fp8":
         quantizers.write_v4_rows(ori_kv, slot, row)
     else:
         quantizers.write(ori_kv[:, :, 0], slot, row.to(dtype))
 
-    if w_idx_qb is None or w_idx_proj is None:
+    if a["w_idx_qb"] is None or a["w_idx_proj"] is None:
         return query, query_norm, token_x.new_empty([0]), token_x.new_empty([0])
-    weights = told(product(token_x, w_idx_proj))
-    index = product(query_norm, w_idx_qb, dequant_scale_w_idx_qb)
+    weights = told(product(token_x, a["w_idx_proj"]))
+    index = product(query_norm, a["w_idx_qb"], a["dequant_scale_w_idx_qb"])
     index = heads_of(index, index.shape[-1] // weights.shape[-1])
     index = rope.rotate_last(index, sin[:, :, None], cos[:, :, None]).to(dtype)
-    if index_hadamard:
+    if a["index_hadamard"]:
         index = quantizers.hadamard(index, index.shape[-1] ** -0.5)
-        if hadamard_round == "bf16" and wide is not torch.float64:
+        if a["hadamard_round"] == "bf16" and wide is not torch.float64:
             index = index.bfloat16()
     return query, query_norm, told(index), weights
 
