@@ -48,23 +48,16 @@ FLOAT8 = (torch.float8_e5m2, torch.float8_e4m3fn)
 
 
 def check(**x: Unpack[Arguments]) -> None:
-    v = x["v"]
     c = Checker("npu_fused_attention")
-    check_inputs(c, x["q"], x["k"], v, x["cu_seqlens_q"], x["cu_seqlens_k"], x["window"])
-    if v.dtype not in FLOAT8:
-        c.same_dtype(q=x["q"], v=v)
+    check_inputs(c, x)
+    if x["v"].dtype not in FLOAT8:
+        c.same_dtype(q=x["q"], v=x["v"])
 
 
-def check_inputs(
-    c: Checker,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    window: int | None,
-) -> None:
+def check_inputs(c: Checker, x: Arguments) -> None:
     """What the forward and the backward op ask of the arguments that they share."""
+    q, k, v, cu_seqlens_q = x["q"], x["k"], x["v"], x["cu_seqlens_q"]
+    cu_seqlens_k = x["cu_seqlens_k"]
     c.same_device(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     c.floating("q", q)
     c.same_dtype(q=q, k=k)
@@ -96,8 +89,8 @@ def check_inputs(
         f"keys and values whose number of heads divides {heads}.",
     )
     c.at_least("head size of `q`", c.sizes["D"], 1)
-    if window is not None:
-        c.at_least("window", window, 1)
+    if x["window"] is not None:
+        c.at_least("window", x["window"], 1)
     c.dense_rows(q=q, k=k, v=v)
 
 

@@ -41,7 +41,7 @@ class Arguments(fused_attention.Arguments):
 def check(**x: Unpack[Arguments]) -> None:
     grad_o, q, o, lse, grad_lse = x["grad_o"], x["q"], x["o"], x["lse"], x["grad_lse"]
     c = Checker("npu_fused_attention_backward")
-    check_inputs(c, q, x["k"], x["v"], x["cu_seqlens_q"], x["cu_seqlens_k"], x["window"])
+    check_inputs(c, x)
     c.same_device(q=q, grad_o=grad_o, o=o, lse=lse, grad_lse=grad_lse)
     c.same_dtype(q=q, v=x["v"], o=o, grad_o=grad_o)
     rows = "B H Nq" if x["cu_seqlens_q"] is None else "Tq H"

@@ -36,36 +36,20 @@ class Arguments(TypedDict):
 
 
 def check(**a: Unpack[Arguments]) -> None:
-    c = Checker("npu_causal_conv1d")
-    inputs(
-        c,
-        a["x"],
-        a["weight"],
-        a["bias"],
-        a["initial_states"],
-        a["query_start_loc"],
-        a["activation"],
-    )
+    inputs(Checker("npu_causal_conv1d"), a)
 
 
-def inputs(
-    c: Checker,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_states: Tensor | None,
-    query_start_loc: Tensor | None,
-    activation: str | None,
-) -> None:
+def inputs(c: Checker, a: Arguments) -> None:
     """What the op and its gradient ask of the tensors that they share."""
+    initial_states = a["initial_states"]
     c.same_device(
-        x=x,
-        weight=weight,
-        bias=bias,
+        x=a["x"],
+        weight=a["weight"],
+        bias=a["bias"],
         initial_states=initial_states,
-        query_start_loc=query_start_loc,
+        query_start_loc=a["query_start_loc"],
     )
-    convolutions.inputs(c, x, weight, bias, query_start_loc, activation)
+    convolutions.inputs(c, a["x"], a["weight"], a["bias"], a["query_start_loc"], a["activation"])
     if initial_states is not None:
         convolutions.states(c, "initial_states", initial_states)
 

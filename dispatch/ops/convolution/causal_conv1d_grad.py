@@ -38,7 +38,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 def check(**a: Unpack[Arguments]) -> None:
     x, d_out, d_final_states = a["x"], a["d_out"], a["d_final_states"]
     c = Checker("npu_causal_conv1d_grad")
-    inputs(c, x, a["weight"], a["bias"], a["initial_states"], a["query_start_loc"], a["activation"])
+    inputs(c, a)
     c.same_device(x=x, d_out=d_out, d_final_states=d_final_states)
     c.same_dtype(x=x, d_out=d_out)
     c.shape("d_out", d_out, "B S D" if a["query_start_loc"] is None else "T D")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ..common import convolutions
@@ -59,54 +60,34 @@ GE = "FusedCausalConv1d"
 ONNX = "FusedCausalConv1d"
 
 
-def check(**x: Any) -> None:
-    inputs(Checker("npu_fused_causal_conv1d"), **x)
+def check(**x: Unpack[Arguments]) -> None:
+    inputs(Checker("npu_fused_causal_conv1d"), x)
 
 
-def inputs(
-    c: Checker,
-    x: Tensor,
-    weight: Tensor,
-    conv_states: Tensor,
-    query_start_loc: Tensor | None,
-    cache_indices: Tensor | None,
-    initial_state_mode: Tensor | None,
-    bias: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-    activation: str | None,
-    pad_slot_id: int | None,
-    run_mode: int | None,
-    residual_connection: int | None,
-    max_query_len: int | None,
-    num_computed_tokens: Tensor | None,
-    block_idx_first_scheduled_token: Tensor | None,
-    block_idx_last_scheduled_token: Tensor | None,
-    initial_state_idx: Tensor | None,
-    block_size: int | None,
-    conv_mode: str | None,
-) -> None:
+def inputs(c: Checker, a: Arguments) -> None:
+    x, query_start_loc, num_computed_tokens = a["x"], a["query_start_loc"], a["num_computed_tokens"]
     blocks = dict(
-        block_idx_first_scheduled_token=block_idx_first_scheduled_token,
-        block_idx_last_scheduled_token=block_idx_last_scheduled_token,
-        initial_state_idx=initial_state_idx,
+        block_idx_first_scheduled_token=a["block_idx_first_scheduled_token"],
+        block_idx_last_scheduled_token=a["block_idx_last_scheduled_token"],
+        initial_state_idx=a["initial_state_idx"],
     )
     c.same_device(
         x=x,
-        weight=weight,
-        conv_states=conv_states,
+        weight=a["weight"],
+        conv_states=a["conv_states"],
         query_start_loc=query_start_loc,
-        cache_indices=cache_indices,
-        bias=bias,
-        num_accepted_tokens=num_accepted_tokens,
+        cache_indices=a["cache_indices"],
+        bias=a["bias"],
+        num_accepted_tokens=a["num_accepted_tokens"],
         num_computed_tokens=num_computed_tokens,
         **blocks,
     )
-    c.one_of("activation", activation, None, "None", "silu", "swish")
-    c.one_of("run_mode", run_mode, None, 0, 1)
-    c.one_of("residual_connection", residual_connection, None, 0, 1)
-    c.one_of("conv_mode", conv_mode, None, "default", "pangu")
+    c.one_of("activation", a["activation"], None, "None", "silu", "swish")
+    c.one_of("run_mode", a["run_mode"], None, 0, 1)
+    c.one_of("residual_connection", a["residual_connection"], None, 0, 1)
+    c.one_of("conv_mode", a["conv_mode"], None, "default", "pangu")
     c.require(
-        initial_state_mode is None,
+        a["initial_state_mode"] is None,
         "`initial_state_mode` is given, expected None: torch_npu does not read it. Pass "
         "`num_computed_tokens`, which is 0 where a sequence starts from zeros.",
     )
@@ -116,16 +97,16 @@ def inputs(
         "[N + 1] of its sequences. Pass them, or x as [N, S, D].",
     )
     packed = None if x.ndim == 3 else query_start_loc
-    convolutions.inputs(c, x, weight, bias, packed, None)
-    convolutions.pool(c, "conv_states", conv_states, "slots L D")
+    convolutions.inputs(c, x, a["weight"], a["bias"], packed, None)
+    convolutions.pool(c, "conv_states", a["conv_states"], "slots L D")
     convolutions.enough(c, "conv_states", "columns", c.sizes["L"], c.sizes["W"] - 1)
     convolutions.indices(c, "num_computed_tokens", num_computed_tokens)
-    convolutions.accepted(c, num_accepted_tokens, num_computed_tokens, 0)
+    convolutions.accepted(c, a["num_accepted_tokens"], num_computed_tokens, 0)
     c.require(
-        conv_mode != "pangu" or num_computed_tokens is not None,
+        a["conv_mode"] != "pangu" or num_computed_tokens is not None,
         '`conv_mode` is "pangu" and `num_computed_tokens` is None, expected [N]. Pass them.',
     )
-    _check_lines(c, cache_indices, num_computed_tokens, block_size, blocks)
+    _check_lines(c, a["cache_indices"], num_computed_tokens, a["block_size"], blocks)
 
 
 def _check_lines(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ..common import convolutions
@@ -17,9 +17,10 @@ SCHEMA = fused_causal_conv1d.IN_PLACE
 GE = "InplaceFusedCausalConv1d"
 
 
-def check(x: Tensor, **others: Any) -> None:
+def check(**a: Unpack[fused_causal_conv1d.Arguments]) -> None:
+    x = a["x"]
     c = Checker("npu_fused_causal_conv1d_v2")
-    fused_causal_conv1d.inputs(c, x, **others)
+    fused_causal_conv1d.inputs(c, a)
     convolutions.pool(c, "x", x, "T D" if x.ndim == 2 else "B S D")
 
 

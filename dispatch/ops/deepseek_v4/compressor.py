@@ -74,24 +74,7 @@ def check(**a: Unpack[Arguments]) -> None:
         cmp_scale_cache=a["cmp_scale_cache"],
         cmp_block_table=a["cmp_block_table"],
     )
-    inputs(
-        c,
-        x,
-        a["wkv"],
-        a["wgate"],
-        a["ape"],
-        a["norm_weight"],
-        a["rope_sin"],
-        a["rope_cos"],
-        a["rope_head_dim"],
-        a["cmp_ratio"],
-        a["cu_seqlens"],
-        a["seqused"],
-        a["coff"],
-        a["norm_eps"],
-        a["rotary_mode"],
-        a["hadamard"],
-    )
+    inputs(c, a)
     c.one_of("hadamard_round", a["hadamard_round"], "bf16", "fp32")
     _state(
         c,

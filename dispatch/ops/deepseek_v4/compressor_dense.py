@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import compressed
@@ -46,29 +47,15 @@ class Arguments(TypedDict):
     hadamard: bool
 
 
-def check(**arguments: Any) -> None:
-    inputs(Checker("npu_compressor_dense"), **arguments)
+def check(**x: Unpack[Arguments]) -> None:
+    inputs(Checker("npu_compressor_dense"), x)
 
 
-def inputs(
-    c: Checker,
-    x: Tensor,
-    wkv: Tensor,
-    wgate: Tensor,
-    ape: Tensor,
-    norm_weight: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    rope_head_dim: int,
-    cmp_ratio: int,
-    cu_seqlens: Tensor | None,
-    seqused: Tensor | None,
-    coff: int,
-    norm_eps: float,
-    rotary_mode: int,
-    hadamard: bool,
-) -> None:
+def inputs(c: Checker, a: Arguments) -> None:
     """What the op and its gradient ask of the arguments that they share."""
+    x, wkv, wgate, ape, norm_weight = a["x"], a["wkv"], a["wgate"], a["ape"], a["norm_weight"]
+    rope_sin, rope_cos, cmp_ratio = a["rope_sin"], a["rope_cos"], a["cmp_ratio"]
+    cu_seqlens, seqused = a["cu_seqlens"], a["seqused"]
     c.same_device(
         x=x,
         wkv=wkv,
@@ -88,9 +75,9 @@ def inputs(
     c.floating("rope_sin", rope_sin)
     c.same_dtype(rope_sin=rope_sin, rope_cos=rope_cos)
     c.count("cmp_ratio", cmp_ratio)
-    c.one_of("coff", coff, 1, 2)
-    c.one_of("rotary_mode", rotary_mode, HALVES, PAIRS)
-    c.at_least("norm_eps", norm_eps, 0)
+    c.one_of("coff", a["coff"], 1, 2)
+    c.one_of("rotary_mode", a["rotary_mode"], HALVES, PAIRS)
+    c.at_least("norm_eps", a["norm_eps"], 0)
     tokens = "B S" if cu_seqlens is None else "T"
     c.shape("x", x, f"{tokens} H")
     if cu_seqlens is not None:
@@ -104,7 +91,7 @@ def inputs(
         c.contiguous(cu_seqlens=cu_seqlens)
         layouts.values(c, "cu_seqlens", cu_seqlens, "TND", c.sizes["T"])
     c.shape("norm_weight", norm_weight, "D")
-    c.sizes["coff*D"] = coff * c.sizes["D"]
+    c.sizes["coff*D"] = a["coff"] * c.sizes["D"]
     c.sizes["m"] = cmp_ratio
     c.shape("wkv", wkv, "coff*D H")
     c.shape("wgate", wgate, "coff*D H")
@@ -114,10 +101,10 @@ def inputs(
         c.shape("seqused", seqused, "B")
         c.contiguous(seqused=seqused)
         layouts.values(c, "seqused", seqused, "BSND", c.sizes["S" if cu_seqlens is None else "T"])
-    _rotation(c, x, cu_seqlens, rope_sin, rope_cos, rope_head_dim, cmp_ratio)
+    _rotation(c, x, cu_seqlens, rope_sin, rope_cos, a["rope_head_dim"], cmp_ratio)
     size = c.sizes["D"]
     c.require(
-        not hadamard or (size > 0 and size & (size - 1) == 0),
+        not a["hadamard"] or (size > 0 and size & (size - 1) == 0),
         f"`hadamard` is True and D is {size}, expected a power of two.",
     )
     c.dense_rows(x=x, wkv=wkv, wgate=wgate, rope_sin=rope_sin, rope_cos=rope_cos)

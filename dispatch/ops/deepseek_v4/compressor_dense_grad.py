@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from . import compressor_dense
@@ -24,12 +25,13 @@ class Arguments(compressor_dense.Arguments):
     d_out: Tensor
 
 
-def check(d_out: Tensor, x: Tensor, cu_seqlens: Tensor | None, **arguments: Any) -> None:
+def check(**a: Unpack[Arguments]) -> None:
+    x, d_out = a["x"], a["d_out"]
     c = Checker("npu_compressor_dense_grad")
-    inputs(c, x=x, cu_seqlens=cu_seqlens, **arguments)
+    inputs(c, a)
     c.same_device(x=x, d_out=d_out)
     c.same_dtype(x=x, d_out=d_out)
-    c.shape("d_out", d_out, "B C D" if cu_seqlens is None else "E D")
+    c.shape("d_out", d_out, "B C D" if a["cu_seqlens"] is None else "E D")
     c.dense_rows(d_out=d_out)
 
 

@@ -41,30 +41,13 @@ class Arguments(TypedDict):
 
 
 def check(**x: Unpack[Arguments]) -> None:
-    c = Checker("npu_chunk_gated_delta_rule")
-    inputs(
-        c,
-        x["query"],
-        x["key"],
-        x["value"],
-        x["beta"],
-        x["initial_state"],
-        x["actual_seq_lengths"],
-        x["g"],
-    )
+    inputs(Checker("npu_chunk_gated_delta_rule"), x)
 
 
-def inputs(
-    c: Checker,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    actual_seq_lengths: Tensor | None,
-    g: Tensor | None,
-) -> None:
+def inputs(c: Checker, x: Arguments) -> None:
     """What the op and its gradient ask of the tensors that they share."""
+    query, key, value, beta = x["query"], x["key"], x["value"], x["beta"]
+    initial_state, actual_seq_lengths, g = x["initial_state"], x["actual_seq_lengths"], x["g"]
     c.same_device(
         query=query,
         key=key,

@@ -36,16 +36,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def check(**x: Unpack[Arguments]) -> None:
     query, d_out, d_final_state = x["query"], x["d_out"], x["d_final_state"]
     c = Checker("npu_chunk_gated_delta_rule_grad")
-    inputs(
-        c,
-        query,
-        x["key"],
-        x["value"],
-        x["beta"],
-        x["initial_state"],
-        x["actual_seq_lengths"],
-        x["g"],
-    )
+    inputs(c, x)
     c.same_device(query=query, d_out=d_out, d_final_state=d_final_state)
     c.same_dtype(query=query, d_out=d_out)
     c.shape("d_out", d_out, "T Nv Dv")

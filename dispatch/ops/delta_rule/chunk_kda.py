@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ..common import layouts
@@ -48,28 +49,14 @@ class Arguments(TypedDict):
     state_layout: str
 
 
-def check(**arguments: Any) -> None:
-    inputs(Checker("npu_chunk_kda"), **arguments)
+def check(**x: Unpack[Arguments]) -> None:
+    inputs(Checker("npu_chunk_kda"), x)
 
 
-def inputs(
-    c: Checker,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    state_layout: str,
-) -> None:
+def inputs(c: Checker, x: Arguments) -> None:
     """What the op and its gradient ask of the tensors that they share."""
+    q, k, v, g, beta, initial_state = x["q"], x["k"], x["v"], x["g"], x["beta"], x["initial_state"]
+    cu_seqlens, A_log, dt_bias = x["cu_seqlens"], x["A_log"], x["dt_bias"]
     c.same_device(
         q=q,
         k=k,
@@ -81,7 +68,7 @@ def inputs(
         A_log=A_log,
         dt_bias=dt_bias,
     )
-    c.one_of("state_layout", state_layout, "kv", "vk")
+    c.one_of("state_layout", x["state_layout"], "kv", "vk")
     c.floating("q", q)
     c.same_dtype(q=q, k=k, v=v)
     c.shape("q", q, "B T H K")
@@ -96,15 +83,15 @@ def inputs(
     c.shape("g", g, "B T HV K")
     c.floating("beta", beta)
     c.shape("beta", beta, "B T HV")
-    _check_gate(c, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    _check_gate(c, x["use_gate_in_kernel"], A_log, dt_bias, x["lower_bound"])
     c.sizes["N"] = c.sizes["B"]
     if cu_seqlens is not None:
         _check_sequences(c, cu_seqlens)
     if initial_state is not None:
         c.floating("initial_state", initial_state)
-        c.shape("initial_state", initial_state, STATES[state_layout])
-    if not use_qk_l2norm_in_kernel:
-        note_growth(c, k, beta, None if use_gate_in_kernel else g)
+        c.shape("initial_state", initial_state, STATES[x["state_layout"]])
+    if not x["use_qk_l2norm_in_kernel"]:
+        note_growth(c, k, beta, None if x["use_gate_in_kernel"] else g)
     c.dense_rows(q=q, k=k, v=v, g=g, beta=beta)
     c.contiguous(initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from . import chunk_kda
@@ -33,18 +34,17 @@ class Arguments(chunk_kda.Arguments):
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def check(
-    q: Tensor, d_out: Tensor, d_final_state: Tensor | None, state_layout: str, **forward: Any
-) -> None:
+def check(**x: Unpack[Arguments]) -> None:
+    q, d_out, d_final_state = x["q"], x["d_out"], x["d_final_state"]
     c = Checker("npu_chunk_kda_grad")
-    inputs(c, q=q, state_layout=state_layout, **forward)
+    inputs(c, x)
     c.same_device(q=q, d_out=d_out, d_final_state=d_final_state)
     c.same_dtype(q=q, d_out=d_out)
     c.shape("d_out", d_out, "B T HV V")
     c.dense_rows(d_out=d_out)
     if d_final_state is not None:
         c.floating("d_final_state", d_final_state)
-        c.shape("d_final_state", d_final_state, STATES[state_layout])
+        c.shape("d_final_state", d_final_state, STATES[x["state_layout"]])
         c.contiguous(d_final_state=d_final_state)
 
 

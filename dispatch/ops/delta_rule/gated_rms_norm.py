@@ -33,33 +33,18 @@ class Arguments(TypedDict):
 
 
 def check(**a: Unpack[Arguments]) -> None:
-    inputs(
-        Checker("npu_gated_rms_norm"),
-        a["x"],
-        a["gate"],
-        a["weight"],
-        a["epsilon"],
-        a["group_size"],
-        a["activation"],
-    )
+    inputs(Checker("npu_gated_rms_norm"), a)
 
 
-def inputs(
-    c: Checker,
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    group_size: int | None,
-    activation: str,
-) -> None:
+def inputs(c: Checker, a: Arguments) -> None:
     """What the op and its gradient ask of the arguments that they share."""
+    x, gate, weight, group_size = a["x"], a["gate"], a["weight"], a["group_size"]
     c.same_device(x=x, gate=gate, weight=weight)
     c.floating("x", x)
     c.same_dtype(x=x, gate=gate)
     c.floating("weight", weight)
-    c.one_of("activation", activation, "silu", "swish", "sigmoid")
-    c.at_least("epsilon", epsilon, 0)
+    c.one_of("activation", a["activation"], "silu", "swish", "sigmoid")
+    c.at_least("epsilon", a["epsilon"], 0)
     c.require(
         2 <= x.ndim <= 4, f"`x` has shape {list(x.shape)}, expected 2 to 4 dimensions, [..., D]."
     )

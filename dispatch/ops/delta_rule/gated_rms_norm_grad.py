@@ -29,7 +29,7 @@ class Arguments(gated_rms_norm.Arguments):
 def check(**a: Unpack[Arguments]) -> None:
     x, d_out = a["x"], a["d_out"]
     c = Checker("npu_gated_rms_norm_grad")
-    inputs(c, x, a["gate"], a["weight"], a["epsilon"], a["group_size"], a["activation"])
+    inputs(c, a)
     c.same_device(x=x, d_out=d_out)
     c.same_dtype(x=x, d_out=d_out)
     like(c, "d_out", d_out, x)

@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...op_spec import UNLIMITED
@@ -53,44 +54,31 @@ def check(return_value: bool, **arguments: Any) -> None:
     check_as("npu_lightning_indexer", **arguments)
 
 
-def check_as(
-    op: str,
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    sparse_count: int,
-    sparse_mode: int,
-    pre_tokens: int,
-    next_tokens: int,
-    cmp_ratio: int,
-) -> None:
+def check_as(op: str, **x: Unpack[Arguments]) -> None:
     """For both ops, which differ in what they return."""
     c = Checker(op)
-    c.count("cmp_ratio", cmp_ratio)
-    rows, keys = layouts.letters(c, ("layout_query", layout_query), ("layout_key", layout_key))
-    inputs(c, rows, keys, query, key, weights)
+    c.count("cmp_ratio", x["cmp_ratio"])
+    rows, keys = layouts.letters(
+        c, ("layout_query", x["layout_query"]), ("layout_key", x["layout_key"])
+    )
+    inputs(c, rows, keys, x["query"], x["key"], x["weights"])
     c.same_device(
-        query=query,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        block_table=block_table,
+        query=x["query"],
+        actual_seq_lengths_query=x["actual_seq_lengths_query"],
+        actual_seq_lengths_key=x["actual_seq_lengths_key"],
+        block_table=x["block_table"],
     )
     layouts.lengths(
         c,
-        layout_query,
-        layout_key,
-        ("actual_seq_lengths_query", actual_seq_lengths_query),
-        ("actual_seq_lengths_key", actual_seq_lengths_key),
-        block_table,
-        cmp_ratio,
+        x["layout_query"],
+        x["layout_key"],
+        ("actual_seq_lengths_query", x["actual_seq_lengths_query"]),
+        ("actual_seq_lengths_key", x["actual_seq_lengths_key"]),
+        x["block_table"],
+        x["cmp_ratio"],
     )
-    layouts.options(c, sparse_mode, pre_tokens, next_tokens)
-    c.count("sparse_count", sparse_count)
+    layouts.options(c, x["sparse_mode"], x["pre_tokens"], x["next_tokens"])
+    c.count("sparse_count", x["sparse_count"])
 
 
 def inputs(c: Checker, rows: str, keys: str, query: Tensor, key: Tensor, weights: Tensor) -> None:

@@ -10,10 +10,11 @@ As npu_lightning_indexer, on values whose scales stand beside them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...op_spec import UNLIMITED
@@ -32,6 +33,29 @@ SCHEMA = f"npu_quant_lightning_indexer{ARGUMENTS} -> Tensor"
 GE = "QuantLightningIndexer"
 ONNX = "QuantLightningIndexer"
 
+
+class Arguments(TypedDict):
+    query: Tensor
+    key: Tensor
+    weights: Tensor
+    query_dequant_scale: Tensor | None
+    key_dequant_scale: Tensor
+    query_quant_mode: int
+    key_quant_mode: int
+    actual_seq_lengths_query: Tensor | None
+    actual_seq_lengths_key: Tensor | None
+    block_table: Tensor | None
+    layout_query: str
+    layout_key: str
+    sparse_count: int
+    sparse_mode: int
+    pre_tokens: int
+    next_tokens: int
+    query_dtype: int | None
+    key_dtype: int | None
+    cmp_ratio: int
+
+
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -39,45 +63,28 @@ def check(**arguments: Any) -> None:
     check_as("npu_quant_lightning_indexer", **arguments)
 
 
-def check_as(
-    op: str,
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    query_dequant_scale: Tensor | None,
-    key_dequant_scale: Tensor,
-    query_quant_mode: int,
-    key_quant_mode: int,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    sparse_count: int,
-    sparse_mode: int,
-    pre_tokens: int,
-    next_tokens: int,
-    query_dtype: int | None,
-    key_dtype: int | None,
-    cmp_ratio: int,
-) -> None:
+def check_as(op: str, **x: Unpack[Arguments]) -> None:
     """For both ops, which differ in what they return."""
+    query, key, weights = x["query"], x["key"], x["weights"]
+    query_dequant_scale = x["query_dequant_scale"]
     c = Checker(op)
-    c.count("cmp_ratio", cmp_ratio)
-    rows, keys = layouts.letters(c, ("layout_query", layout_query), ("layout_key", layout_key))
-    scales = dict(query_dequant_scale=query_dequant_scale, key_dequant_scale=key_dequant_scale)
+    c.count("cmp_ratio", x["cmp_ratio"])
+    rows, keys = layouts.letters(
+        c, ("layout_query", x["layout_query"]), ("layout_key", x["layout_key"])
+    )
+    scales = dict(query_dequant_scale=query_dequant_scale, key_dequant_scale=x["key_dequant_scale"])
     c.same_device(
         query=query,
         key=key,
         weights=weights,
         **scales,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        block_table=block_table,
+        actual_seq_lengths_query=x["actual_seq_lengths_query"],
+        actual_seq_lengths_key=x["actual_seq_lengths_key"],
+        block_table=x["block_table"],
     )
     kinds = (
-        quantization.values(c, "query", query, query_dtype, "query_dtype"),
-        quantization.values(c, "key", key, key_dtype, "key_dtype"),
+        quantization.values(c, "query", query, x["query_dtype"], "query_dtype"),
+        quantization.values(c, "key", key, x["key_dtype"], "key_dtype"),
     )
     if kinds[0] != kinds[1]:
         c.fail(f"`query` is {kinds[0]} and `key` {kinds[1]}, expected the same kind.", TypeError)
@@ -87,21 +94,24 @@ def check_as(
     c.shape("weights", weights, f"{rows} N")
     if query_dequant_scale is not None:
         c.shape("query_dequant_scale", query_dequant_scale, f"{rows} N")
-    c.shape("key_dequant_scale", key_dequant_scale, f"{keys} 1")
+    c.shape("key_dequant_scale", x["key_dequant_scale"], f"{keys} 1")
     c.dense_rows(query=query, key=key, weights=weights, query_dequant_scale=query_dequant_scale)
-    for name, mode in (("query_quant_mode", query_quant_mode), ("key_quant_mode", key_quant_mode)):
+    for name, mode in (
+        ("query_quant_mode", x["query_quant_mode"]),
+        ("key_quant_mode", x["key_quant_mode"]),
+    ):
         c.require(mode == 0, f"`{name}` is {mode}, expected 0: a scale for each token and head.")
     layouts.lengths(
         c,
-        layout_query,
-        layout_key,
-        ("actual_seq_lengths_query", actual_seq_lengths_query),
-        ("actual_seq_lengths_key", actual_seq_lengths_key),
-        block_table,
-        cmp_ratio,
+        x["layout_query"],
+        x["layout_key"],
+        ("actual_seq_lengths_query", x["actual_seq_lengths_query"]),
+        ("actual_seq_lengths_key", x["actual_seq_lengths_key"]),
+        x["block_table"],
+        x["cmp_ratio"],
     )
-    layouts.options(c, sparse_mode, pre_tokens, next_tokens)
-    c.count("sparse_count", sparse_count)
+    layouts.options(c, x["sparse_mode"], x["pre_tokens"], x["next_tokens"])
+    c.count("sparse_count", x["sparse_count"])
 
 
 def _scale_dtypes(c: Checker, kind: str, weights: Tensor, scales: dict[str, Tensor | None]) -> None:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -28,6 +28,40 @@ SCHEMA = (
 )
 GE = "MlaPrologV3"
 ONNX = "MlaPrologPto"
+
+
+class Arguments(TypedDict):
+    token_x: Tensor
+    weight_dq: Tensor
+    weight_uq_qr: Tensor
+    weight_uk: Tensor
+    weight_dkv_kr: Tensor
+    rmsnorm_gamma_cq: Tensor
+    rmsnorm_gamma_ckv: Tensor
+    rope_sin: Tensor
+    rope_cos: Tensor
+    kv_cache: Tensor
+    kr_cache: Tensor
+    cache_index: Tensor
+    rmsnorm_epsilon_cq: float
+    rmsnorm_epsilon_ckv: float
+    rope_interleaved: bool
+    weight_format: str
+    dequant_scale_x: Tensor | None
+    dequant_scale_w_dq: Tensor | None
+    dequant_scale_w_uq_qr: Tensor | None
+    dequant_scale_w_dkv_kr: Tensor | None
+    smooth_scales_cq: Tensor | None
+    k_nope_clip_alpha: Tensor | None
+    weight_quant_mode: int
+    kv_cache_quant_mode: int
+    query_quant_mode: int
+    ckvkr_repo_mode: int
+    quant_scale_repo_mode: int
+    tile_size: int
+    kv_cache_dtype: int | None
+    row_layout: str
+    scale_format: str
 
 
 def check(**arguments: Any) -> None:

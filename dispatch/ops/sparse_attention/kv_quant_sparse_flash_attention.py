@@ -11,7 +11,7 @@ scale, rounded once to the query's dtype.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -34,6 +34,36 @@ ARGUMENTS = (
 )
 SCHEMA = f"npu_kv_quant_sparse_flash_attention{ARGUMENTS} -> Tensor"
 GE = "KvQuantSparseFlashAttention"
+
+
+class Arguments(TypedDict):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sparse_indices: Tensor
+    scale_value: float
+    key_quant_mode: int
+    value_quant_mode: int
+    key_dequant_scale: Tensor | None
+    value_dequant_scale: Tensor | None
+    block_table: Tensor | None
+    actual_seq_lengths_query: Tensor | None
+    actual_seq_lengths_kv: Tensor | None
+    sparse_block_size: int
+    layout_query: str
+    layout_kv: str
+    sparse_mode: int
+    pre_tokens: int
+    next_tokens: int
+    attention_mode: int
+    quant_scale_repo_mode: int
+    tile_size: int
+    rope_head_dim: int
+    key_dtype: int | None
+    value_dtype: int | None
+    sinks: Tensor | None
+    row_layout: str
+
 
 # the only value of each, and what it means
 _MODES = {

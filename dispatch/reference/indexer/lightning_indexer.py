@@ -27,8 +27,18 @@ _BLOCK = 1 << 24
 
 def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     query = x["query"]
-    indices, values = scored(
-        query,
+    indices, values = scored(**x)
+    return indices, values.to(query.dtype) if x["return_value"] else query.new_empty([0])
+
+
+def scored(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    """(indices, scores in the accumulator's dtype)"""
+
+    def score(rows: Tensor, by: Tensor, slots: Tensor) -> Tensor:
+        return scores(rows, layout.as_pages(x["key"]), by, slots)
+
+    return select(
+        x["query"],
         x["key"],
         x["weights"],
         x["actual_seq_lengths_query"],
@@ -38,45 +48,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         x["layout_key"],
         x["sparse_count"],
         x["sparse_mode"],
-        x["pre_tokens"],
-        x["next_tokens"],
         x["cmp_ratio"],
-    )
-    return indices, values.to(query.dtype) if x["return_value"] else query.new_empty([0])
-
-
-def scored(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    sparse_count: int,
-    sparse_mode: int,
-    pre_tokens: int,
-    next_tokens: int,
-    cmp_ratio: int,
-) -> tuple[Tensor, Tensor]:
-    """(indices, scores in the accumulator's dtype)"""
-
-    def score(rows: Tensor, by: Tensor, slots: Tensor) -> Tensor:
-        return scores(rows, layout.as_pages(key), by, slots)
-
-    return select(
-        query,
-        key,
-        weights,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
-        block_table,
-        layout_query,
-        layout_key,
-        sparse_count,
-        sparse_mode,
-        cmp_ratio,
         score,
     )
 

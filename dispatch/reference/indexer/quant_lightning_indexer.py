@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...common import layout, paged, quantised
+from ...ops.indexer.quant_lightning_indexer import Arguments
 from . import lightning_indexer
 
 
@@ -22,33 +24,14 @@ def forward(**arguments: Any) -> Tensor:
     return scored(**arguments)[0]
 
 
-def scored(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    query_dequant_scale: Tensor | None,
-    key_dequant_scale: Tensor,
-    query_quant_mode: int,
-    key_quant_mode: int,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    sparse_count: int,
-    sparse_mode: int,
-    pre_tokens: int,
-    next_tokens: int,
-    query_dtype: int | None,
-    key_dtype: int | None,
-    cmp_ratio: int,
-) -> tuple[Tensor, Tensor]:
+def scored(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     """(indices, float32 scores)"""
-    query, key = quantised.typed(query, query_dtype), quantised.typed(key, key_dtype)
+    query, key, weights = x["query"], x["key"], x["weights"]
+    query, key = quantised.typed(query, x["query_dtype"]), quantised.typed(key, x["key_dtype"])
     weights = weights.float()
-    if query_dequant_scale is not None:
-        weights = weights * query_dequant_scale.float()
-    scale = layout.as_pages(key_dequant_scale[..., None])
+    if x["query_dequant_scale"] is not None:
+        weights = weights * x["query_dequant_scale"].float()
+    scale = layout.as_pages(x["key_dequant_scale"][..., None])
 
     def score(rows: Tensor, by: Tensor, slots: Tensor) -> Tensor:
         found = lightning_indexer.scores(rows, layout.as_pages(key), by, slots)
@@ -58,13 +41,13 @@ def scored(
         query.float(),
         key,
         weights,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
-        block_table,
-        layout_query,
-        layout_key,
-        sparse_count,
-        sparse_mode,
-        cmp_ratio,
+        x["actual_seq_lengths_query"],
+        x["actual_seq_lengths_key"],
+        x["block_table"],
+        x["layout_query"],
+        x["layout_key"],
+        x["sparse_count"],
+        x["sparse_mode"],
+        x["cmp_ratio"],
         score,
     )

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...common import paged, quantised, rope
+from ...ops.prolog.indexer_prolog_pto import Arguments
 from ..caches import index_cache_write, quantize_index_query
 from ..common import weight_args
 from ..common.precision import accumulator
@@ -44,50 +46,36 @@ def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
     return quantize_index_query.forward(q=query, weights=weights, kind=kind, fold=True, **form)
 
 
-def projected(
-    token_x: Tensor,
-    query_norm: Tensor,
-    weight_qb: Tensor,
-    weight_k: Tensor,
-    weight_proj: Tensor,
-    ln_gamma_k: Tensor,
-    ln_beta_k: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    ln_epsilon: float,
-    rope_interleaved: bool,
-    weight_format: str,
-    dequant_scale_q_norm: Tensor | None,
-    dequant_scale_w_qb: Tensor | None,
-    dequant_scale_w_k: Tensor | None,
-    smooth_scales_cq: Tensor | None,
-    scale_format: str,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def projected(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
     """(queries [.., Ni, Di], keys [T, Di], weights [.., Ni]) in the dtype of x"""
+    token_x, weight_format = a["token_x"], a["weight_format"]
     dtype, wide = token_x.dtype, accumulator(token_x)
-    size, rotary = ln_gamma_k.shape[0], rope_sin.shape[-1]
+    size, rotary = a["ln_gamma_k"].shape[0], a["rope_sin"].shape[-1]
     tokens = token_x.shape[:-1]
-    sin, cos = (each.flatten(0, -2).to(wide) for each in (rope_sin, rope_cos))
+    sin, cos = (each.flatten(0, -2).to(wide) for each in (a["rope_sin"], a["rope_cos"]))
 
     def rotate_first(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-        first = rope.rotate(x[..., :rotary].to(wide), sin, cos, rope_interleaved)
+        first = rope.rotate(x[..., :rotary].to(wide), sin, cos, a["rope_interleaved"])
         return torch.cat([first.to(dtype), x[..., rotary:]], dim=-1)
 
     c = weight_args.rows(
-        query_norm, dequant_scale_q_norm, weight_qb, scale_format, smooth_scales_cq
+        a["query_norm"],
+        a["dequant_scale_q_norm"],
+        a["weight_qb"],
+        a["scale_format"],
+        a["smooth_scales_cq"],
     )
-    query = weight_args.product(c, weight_qb, dequant_scale_w_qb, weight_format).to(dtype)
+    query = weight_args.product(c, a["weight_qb"], a["dequant_scale_w_qb"], weight_format).to(dtype)
     query = query.unflatten(-1, (query.shape[-1] // size, size))
     query = rotate_first(query, sin[:, None], cos[:, None])
 
-    x = weight_args.rows(token_x, None, weight_k, scale_format)
-    key = weight_args.product(x, weight_k, dequant_scale_w_k, weight_format).to(wide)
+    x = weight_args.rows(token_x, None, a["weight_k"], a["scale_format"])
+    key = weight_args.product(x, a["weight_k"], a["dequant_scale_w_k"], weight_format).to(wide)
     key = torch.nn.functional.layer_norm(
-        key, [size], ln_gamma_k.to(wide), ln_beta_k.to(wide), ln_epsilon
+        key, [size], a["ln_gamma_k"].to(wide), a["ln_beta_k"].to(wide), a["ln_epsilon"]
     ).to(dtype)
     key = rotate_first(key, sin, cos)
 
     x = weight_args.Rows(token_x.flatten(0, -2), None)
-    weights = weight_args.product(x, weight_proj, None, weight_format).to(dtype)
+    weights = weight_args.product(x, a["weight_proj"], None, weight_format).to(dtype)
     return query.unflatten(0, tokens), key, weights.unflatten(0, tokens)

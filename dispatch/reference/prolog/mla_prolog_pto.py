@@ -15,8 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...common import paged, quantised, rope
+from ...ops.prolog.mla_prolog_pto import Arguments
 from ..caches import latent_cache_write
 from ..common import weight_args
 from ..common.precision import accumulator, matmul
@@ -27,64 +29,42 @@ def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return query, query_rope, query_norm
 
 
-def with_rows(
-    token_x: Tensor,
-    weight_dq: Tensor,
-    weight_uq_qr: Tensor,
-    weight_uk: Tensor,
-    weight_dkv_kr: Tensor,
-    rmsnorm_gamma_cq: Tensor,
-    rmsnorm_gamma_ckv: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    cache_index: Tensor,
-    rmsnorm_epsilon_cq: float,
-    rmsnorm_epsilon_ckv: float,
-    rope_interleaved: bool,
-    weight_format: str,
-    dequant_scale_x: Tensor | None,
-    dequant_scale_w_dq: Tensor | None,
-    dequant_scale_w_uq_qr: Tensor | None,
-    dequant_scale_w_dkv_kr: Tensor | None,
-    smooth_scales_cq: Tensor | None,
-    k_nope_clip_alpha: Tensor | None,
-    kv_cache_quant_mode: int,
-    kv_cache_dtype: int | None,
-    row_layout: str,
-    scale_format: str,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, weight_args.Rows]:
+def with_rows(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, weight_args.Rows]:
     """Behind the outputs the query norm as its product takes it."""
+    rmsnorm_gamma_cq, rope_sin = a["rmsnorm_gamma_cq"], a["rope_sin"]
+    weight_format, scale_format = a["weight_format"], a["scale_format"]
     dtype, wide = rmsnorm_gamma_cq.dtype, accumulator(rmsnorm_gamma_cq)
-    heads, plain, rank = weight_uk.shape
-    tokens = token_x.shape[:-1]
-    sin, cos = (each.flatten(0, -2).to(wide) for each in (rope_sin, rope_cos))
+    heads, plain, rank = a["weight_uk"].shape
+    tokens = a["token_x"].shape[:-1]
+    sin, cos = (each.flatten(0, -2).to(wide) for each in (rope_sin, a["rope_cos"]))
 
-    x = weight_args.rows(token_x, dequant_scale_x, weight_dq, scale_format)
-    down = weight_args.product(x, weight_dq, dequant_scale_w_dq, weight_format).to(dtype)
-    query_norm = rms_norm(down, rmsnorm_gamma_cq, rmsnorm_epsilon_cq)
+    x = weight_args.rows(a["token_x"], a["dequant_scale_x"], a["weight_dq"], scale_format)
+    down = weight_args.product(x, a["weight_dq"], a["dequant_scale_w_dq"], weight_format).to(dtype)
+    query_norm = rms_norm(down, rmsnorm_gamma_cq, a["rmsnorm_epsilon_cq"])
 
-    c = weight_args.rows(query_norm, None, weight_uq_qr, scale_format, smooth_scales_cq)
-    q = weight_args.product(c, weight_uq_qr, dequant_scale_w_uq_qr, weight_format).to(dtype)
+    c = weight_args.rows(query_norm, None, a["weight_uq_qr"], scale_format, a["smooth_scales_cq"])
+    q = weight_args.product(c, a["weight_uq_qr"], a["dequant_scale_w_uq_qr"], weight_format).to(
+        dtype
+    )
     q = q.unflatten(-1, (heads, plain + rope_sin.shape[-1]))
     # one head's [T, Dn] times its [Dn, R]
     by_head = q[..., :plain].transpose(0, 1)
-    query = matmul(by_head, weight_uk).to(dtype).transpose(0, 1).contiguous()
+    query = matmul(by_head, a["weight_uk"]).to(dtype).transpose(0, 1).contiguous()
     query_rope = rope.rotate(
-        q[..., plain:].to(wide), sin[:, None], cos[:, None], rope_interleaved
+        q[..., plain:].to(wide), sin[:, None], cos[:, None], a["rope_interleaved"]
     ).to(dtype)
 
-    latent = weight_args.product(x, weight_dkv_kr, dequant_scale_w_dkv_kr, weight_format).to(dtype)
-    key = rms_norm(latent[..., :rank], rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv)
-    key_rope = rope.rotate(latent[..., rank:].to(wide), sin, cos, rope_interleaved)
-    slot = cache_index.flatten()
-    if kv_cache_quant_mode == 0:
-        paged.scatter(kv_cache, slot, key)
-        paged.scatter(kr_cache, slot, key_rope)
+    latent = weight_args.product(
+        x, a["weight_dkv_kr"], a["dequant_scale_w_dkv_kr"], weight_format
+    ).to(dtype)
+    key = rms_norm(latent[..., :rank], a["rmsnorm_gamma_ckv"], a["rmsnorm_epsilon_ckv"])
+    key_rope = rope.rotate(latent[..., rank:].to(wide), sin, cos, a["rope_interleaved"])
+    slot = a["cache_index"].flatten()
+    if a["kv_cache_quant_mode"] == 0:
+        paged.scatter(a["kv_cache"], slot, key)
+        paged.scatter(a["kr_cache"], slot, key_rope)
     else:
-        rows = quantised.typed(kv_cache, kv_cache_dtype)
+        rows = quantised.typed(a["kv_cache"], a["kv_cache_dtype"])
         kind = quantised.kind_of(rows.dtype)
         assert kind is not None  # the check said so
         latent_cache_write.forward(
@@ -93,9 +73,9 @@ def with_rows(
             rows=rows,
             slots=slot,
             kind=kind,
-            row_layout=row_layout,
+            row_layout=a["row_layout"],
             scale_format=scale_format,
-            k_nope_clip_alpha=k_nope_clip_alpha,
+            k_nope_clip_alpha=a["k_nope_clip_alpha"],
         )
     return (
         query.view(*tokens, heads, rank),

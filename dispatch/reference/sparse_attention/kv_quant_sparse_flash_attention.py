@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...common import quantised
+from ...ops.sparse_attention.kv_quant_sparse_flash_attention import Arguments
 from ..common import selection
 from ..common.precision import accumulator
 from . import sparse_flash_attention
@@ -22,33 +24,16 @@ def forward(**arguments: Any) -> Tensor:
     return with_statistics(**arguments)[0]
 
 
-def with_statistics(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sparse_indices: Tensor,
-    scale_value: float,
-    block_table: Tensor | None,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_kv: Tensor | None,
-    sparse_block_size: int,
-    layout_query: str,
-    layout_kv: str,
-    sparse_mode: int,
-    key_dtype: int | None,
-    value_dtype: int | None,
-    sinks: Tensor | None,
-    row_layout: str,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def with_statistics(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
     """(out, softmax_max, softmax_sum)"""
+    query, key, value = x["query"], x["key"], x["value"]
     wide = accumulator(query)
     rotary = quantised.rotary_dtype(query)
     of_key, key_rope, key_scale = quantised.row_parts(
-        key, row_layout, quantised.typed(key, key_dtype).dtype, rotary
+        key, x["row_layout"], quantised.typed(key, x["key_dtype"]).dtype, rotary
     )
     of_value, _rope, value_scale = quantised.row_parts(
-        value, row_layout, quantised.typed(value, value_dtype).dtype, rotary
+        value, x["row_layout"], quantised.typed(value, x["value_dtype"]).dtype, rotary
     )
 
     def latent(values: Tensor, scale: Tensor, slot: Tensor) -> Tensor:
@@ -67,14 +52,14 @@ def with_statistics(
         of_key,
         quantised.LATENT,
         gathered,
-        sparse_indices,
-        scale_value,
-        block_table,
-        actual_seq_lengths_query,
-        actual_seq_lengths_kv,
-        sparse_block_size,
-        layout_query,
-        layout_kv,
-        sparse_mode,
-        sinks,
+        x["sparse_indices"],
+        x["scale_value"],
+        x["block_table"],
+        x["actual_seq_lengths_query"],
+        x["actual_seq_lengths_kv"],
+        x["sparse_block_size"],
+        x["layout_query"],
+        x["layout_kv"],
+        x["sparse_mode"],
+        x["sinks"],
     )
