@@ -16,8 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._higher_order_ops.scan import scan
+from typing_extensions import Unpack
 
 from ..dispatch.common import gated_delta, layer, layout
+from ..dispatch.ops.attention.fused_attention import Arguments as FusedAttention
+from ..dispatch.ops.delta_rule.chunk_gated_delta_rule import Arguments as ChunkGatedDeltaRule
+from ..dispatch.ops.delta_rule.chunk_kda import Arguments as ChunkKda
+from ..dispatch.ops.delta_rule.fused_sigmoid_gating_delta_rule_update import (
+    Arguments as DeltaRuleUpdate,
+)
+from ..dispatch.ops.delta_rule.recurrent_gated_delta_rule import (
+    Arguments as RecurrentGatedDeltaRule,
+)
+from ..dispatch.ops.indexer.indexer_loss import Arguments as IndexerLoss
+from ..dispatch.ops.sparse_attention.sparse_flash_attention import Arguments as SparseFlashAttention
 from ..dispatch.reference.attention.fused_attention import finite
 from ..dispatch.reference.caches import hadamard, quantize_index_query
 from ..dispatch.reference.common import delta_rules, selection
@@ -55,33 +67,26 @@ def _rows(cache: Tensor, slot: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.masked_fill((slot < 0)[..., None], 0)
 
 
-def fused_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    sm_scale: float | None,
-    window: int | None,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+def fused_attention(**x: Unpack[FusedAttention]) -> tuple[Tensor, Tensor]:
+    q, k = x["q"], x["k"]
     wide = accumulator(q)
     heads, key_heads = q.shape[1], k.shape[1]
     # [B, Hk, H / Hk, N, D]
     grouped = q.to(wide).unflatten(1, (key_heads, heads // key_heads))
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    scale = q.shape[-1] ** -0.5 if x["sm_scale"] is None else x["sm_scale"]
     scores = grouped * scale @ k.to(wide)[:, :, None].mT
     position = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
     key = torch.arange(k.shape[2], device=q.device)[None]
     seen = torch.ones_like(key >= position)
-    if causal:
+    if x["causal"]:
         seen = seen & (key <= position)
-    if window is not None:
-        seen = seen & ((position - key).abs() < window)
+    if x["window"] is not None:
+        seen = seen & ((position - key).abs() < x["window"])
     scores = scores.masked_fill(~seen, -torch.inf)
     top = finite(scores.amax(-1))
     p = torch.exp(scores - top[..., None])
     total = p.sum(-1)
-    o = p @ v.to(wide)[:, :, None] / total.masked_fill(total == 0, 1.0)[..., None]
+    o = p @ x["v"].to(wide)[:, :, None] / total.masked_fill(total == 0, 1.0)[..., None]
     lse = top + torch.log(total)
     return o.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
@@ -157,48 +162,33 @@ def quant_lightning_indexer(**arguments: Any) -> Tensor:
     return quant_lightning_indexer_scores(**arguments)[0]
 
 
-def sparse_flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    sparse_indices: Tensor,
-    scale_value: float,
-    block_table: Tensor | None,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_kv: Tensor | None,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    sparse_block_size: int,
-    layout_query: str,
-    layout_kv: str,
-    sparse_mode: int,
-    return_softmax_lse: bool,
-    sinks: Tensor | None,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def sparse_flash_attention(**x: Unpack[SparseFlashAttention]) -> tuple[Tensor, Tensor, Tensor]:
+    query, key = x["query"], x["key"]
     wide = accumulator(query)
-    keys = layout.keys_of(key, layout_kv, actual_seq_lengths_kv, block_table)
-    rows = layout.rows_of(query, layout_query, actual_seq_lengths_query, keys, sparse_mode)
-    inside = torch.arange(sparse_block_size, device=query.device)
-    position = sparse_indices.flatten(0, 2).long()[..., None] * sparse_block_size + inside
+    keys = layout.keys_of(key, x["layout_kv"], x["actual_seq_lengths_kv"], x["block_table"])
+    rows = layout.rows_of(
+        query, x["layout_query"], x["actual_seq_lengths_query"], keys, x["sparse_mode"]
+    )
+    inside = torch.arange(x["sparse_block_size"], device=query.device)
+    position = x["sparse_indices"].flatten(0, 2).long()[..., None] * x["sparse_block_size"] + inside
     position = position.flatten(1)
     slot = keys.slots(key, rows.request, position)
     slot = slot.masked_fill(position >= rows.limit[:, None], -1)
     k = _rows(key, slot, wide)
-    v = k if value is None else _rows(value, slot, wide)
+    v = k if x["value"] is None else _rows(x["value"], slot, wide)
     q = query
-    if query_rope is not None and key_rope is not None:
-        q = torch.cat([query, query_rope], dim=-1)
-        k = torch.cat([k, _rows(key_rope, slot, wide)], dim=-1)
-    z = selection.logits(q.flatten(0, 1), k, scale_value, slot)
+    if x["query_rope"] is not None and x["key_rope"] is not None:
+        q = torch.cat([query, x["query_rope"]], dim=-1)
+        k = torch.cat([k, _rows(x["key_rope"], slot, wide)], dim=-1)
+    z = selection.logits(q.flatten(0, 1), k, x["scale_value"], slot)
     top = z.amax(-1)
     shift = finite(top)
     p = torch.exp(z - shift[..., None])
     total = p.sum(-1)
-    below = total if sinks is None else total + torch.exp(sinks - shift)
+    below = total if x["sinks"] is None else total + torch.exp(x["sinks"] - shift)
     out = p @ v / below.masked_fill(below == 0, 1.0)[..., None]
     out = out.view(query.shape).to(query.dtype)
-    if not return_softmax_lse:
+    if not x["return_softmax_lse"]:
         return out, top.new_empty([0]), top.new_empty([0])
     batch, length, heads, _size = query.shape
     return out, top.view(batch, 1, length, heads), total.view(batch, 1, length, heads)
@@ -229,21 +219,13 @@ def sparse_attention_shared_pto(**arguments: Any) -> Tensor:
     return layer.Shared(**arguments).run(_stages())
 
 
-def loss_of_indexer(
-    query: Tensor,
-    key: Tensor,
-    index_score: Tensor,
-    indices: Tensor,
-    scaling: float,
-    chunk_offset: int,
-    eps: float,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    softmax_lse: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    kind = torch.float64 if torch.float64 in (query.dtype, index_score.dtype) else torch.float32
-    usable = indexer_loss.valid(indices, key.shape[1], chunk_offset)
-    at = indices.long().masked_fill(~usable, 0)
+def loss_of_indexer(**x: Unpack[IndexerLoss]) -> tuple[Tensor, Tensor]:
+    query, key, eps = x["query"], x["key"], x["eps"]
+    kind = (
+        torch.float64 if torch.float64 in (query.dtype, x["index_score"].dtype) else torch.float32
+    )
+    usable = indexer_loss.valid(x["indices"], key.shape[1], x["chunk_offset"])
+    at = x["indices"].long().masked_fill(~usable, 0)
     request = torch.arange(key.shape[0], device=key.device)[:, None, None]
 
     def products(query: Tensor, key: Tensor) -> Tensor:
@@ -251,16 +233,16 @@ def loss_of_indexer(
         return query.transpose(1, 2).to(kind) @ key[request, at].to(kind).mT
 
     logits = products(query, key)
-    if query_rope is not None and key_rope is not None:
-        logits = logits + products(query_rope, key_rope)
-    logits = (logits * scaling).masked_fill(~usable[:, :, None], -torch.inf)
-    if softmax_lse is None:
+    if x["query_rope"] is not None and x["key_rope"] is not None:
+        logits = logits + products(x["query_rope"], x["key_rope"])
+    logits = (logits * x["scaling"]).masked_fill(~usable[:, :, None], -torch.inf)
+    if x["softmax_lse"] is None:
         lse = logits.logsumexp(-1, keepdim=True)
     else:
-        lse = softmax_lse.mT[..., None].to(kind)
+        lse = x["softmax_lse"].mT[..., None].to(kind)
     target = torch.exp(logits - finite(lse)).masked_fill(~usable[:, :, None], 0.0).sum(2)
     pi = indexer_loss.normalised(target)
-    r = indexer_loss.softmax(index_score.to(kind), usable)
+    r = indexer_loss.softmax(x["index_score"].to(kind), usable)
     terms = (pi + eps) * (torch.log(pi + eps) - torch.log(r + eps))
     return terms.masked_fill(~usable, 0.0).sum(-1), target
 
@@ -308,82 +290,68 @@ def _recurrence(
     return last, mine.masked_fill(~inside[:, None, None], 0)
 
 
-def chunk_gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    actual_seq_lengths: Tensor | None,
-    scale: float | None,
-    g: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    wide = accumulator(query)
+def chunk_gated_delta_rule(**a: Unpack[ChunkGatedDeltaRule]) -> tuple[Tensor, Tensor]:
+    key, value, initial_state = a["key"], a["value"], a["initial_state"]
+    wide = accumulator(a["query"])
     tokens, heads, key_size = key.shape
     value_heads, value_size = value.shape[1:]
-    if actual_seq_lengths is None:
+    if a["actual_seq_lengths"] is None:
         lengths = torch.full([1], tokens, device=key.device)
     else:
-        lengths = actual_seq_lengths.long()
+        lengths = a["actual_seq_lengths"].long()
     if initial_state is None:
         shape = [lengths.shape[0], value_heads, value_size, key_size]
         initial_state = torch.zeros(shape, dtype=wide, device=key.device)
-    q, k = (x.to(wide).repeat_interleave(value_heads // heads, 1) for x in (query, key))
+    q, k = (x.to(wide).repeat_interleave(value_heads // heads, 1) for x in (a["query"], key))
     ones = torch.ones([tokens, value_heads], dtype=wide, device=key.device)
     last, out = _recurrence(
         initial_state.to(wide).mT,
         lengths.cumsum(0) - lengths,
         lengths,
-        q * (key_size**-0.5 if scale is None else scale),
+        q * (key_size**-0.5 if a["scale"] is None else a["scale"]),
         k,
         value.to(wide),
-        (ones if g is None else g.to(wide).exp())[..., None],
-        ones if beta is None else beta.to(wide),
+        (ones if a["g"] is None else a["g"].to(wide).exp())[..., None],
+        ones if a["beta"] is None else a["beta"].to(wide),
     )
     return out.to(value.dtype), last.mT.to(initial_state.dtype)
 
 
-def recurrent_gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: Tensor,
-    beta: Tensor | None,
-    scale: float | None,
-    actual_seq_lengths: Tensor | None,
-    ssm_state_indices: Tensor,
-    num_accepted_tokens: Tensor | None,
-    g: Tensor | None,
-    gk: Tensor | None,
-) -> Tensor:
-    wide = accumulator(query)
+def recurrent_gated_delta_rule(**a: Unpack[RecurrentGatedDeltaRule]) -> Tensor:
+    key, value, state = a["key"], a["value"], a["state"]
+    wide = accumulator(a["query"])
     tokens, heads, key_size = key.shape
     value_heads = value.shape[1]
-    if actual_seq_lengths is None:
+    if a["actual_seq_lengths"] is None:
         lengths = torch.full([1], tokens, device=key.device)
     else:
-        lengths = actual_seq_lengths.long()
+        lengths = a["actual_seq_lengths"].long()
     starts = lengths.cumsum(0) - lengths
-    kept = torch.ones_like(lengths) if num_accepted_tokens is None else num_accepted_tokens.long()
-    slots, pool = ssm_state_indices.long(), state.shape[0]
+    kept = (
+        torch.ones_like(lengths)
+        if a["num_accepted_tokens"] is None
+        else a["num_accepted_tokens"].long()
+    )
+    assert a["ssm_state_indices"] is not None  # the check said so
+    slots, pool = a["ssm_state_indices"].long(), state.shape[0]
     first = starts + torch.minimum(kept, lengths).clamp(min=1) - 1
     slot = slots[first.clamp(max=tokens - 1)]
     live = (slot >= 0) & (slot < pool)
     initial = state[slot.masked_fill(~live, 0)].to(wide)
     initial = initial.masked_fill(~live[:, None, None, None], 0)
-    q, k = (x.to(wide).repeat_interleave(value_heads // heads, 1) for x in (query, key))
+    q, k = (x.to(wide).repeat_interleave(value_heads // heads, 1) for x in (a["query"], key))
     ones = torch.ones([tokens, value_heads], dtype=wide, device=key.device)
-    decay = gated_delta.log_decay(g, gk)
+    decay = gated_delta.log_decay(a["g"], a["gk"])
     decay = ones[..., None] if decay is None else delta_rules.by_channel(decay).to(wide).exp()
     after, out = _recurrence(
         initial.mT,
         starts,
         lengths,
-        q * (key_size**-0.5 if scale is None else scale),
+        q * (key_size**-0.5 if a["scale"] is None else a["scale"]),
         k,
         value.to(wide),
         decay,
-        ones if beta is None else beta.to(wide),
+        ones if a["beta"] is None else a["beta"].to(wide),
         every=True,
     )
     token = torch.arange(tokens, device=key.device)
@@ -392,37 +360,23 @@ def recurrent_gated_delta_rule(
     return out.to(value.dtype)
 
 
-def chunk_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    state_layout: str,
-) -> tuple[Tensor, Tensor]:
+def chunk_kda(**a: Unpack[ChunkKda]) -> tuple[Tensor, Tensor]:
+    q, v, initial_state, cu_seqlens = a["q"], a["v"], a["initial_state"], a["cu_seqlens"]
     wide = accumulator(q)
-    batch, length, heads, key_size = k.shape
+    batch, length, heads, key_size = a["k"].shape
     value_heads, value_size = v.shape[2:]
-    queries, keys = (x.to(wide).flatten(0, 1) for x in (q, k))
-    if use_qk_l2norm_in_kernel:
+    queries, keys = (x.to(wide).flatten(0, 1) for x in (q, a["k"]))
+    if a["use_qk_l2norm_in_kernel"]:
         queries, keys = (kda.normal(x)[0] for x in (queries, keys))
-    decay = g.to(wide)
-    if use_gate_in_kernel:
-        decay = kda.gate(decay, A_log, dt_bias, lower_bound)[0]
+    decay = a["g"].to(wide)
+    if a["use_gate_in_kernel"]:
+        decay = kda.gate(decay, a["A_log"], a["dt_bias"], a["lower_bound"])[0]
     if cu_seqlens is None:
         starts = torch.arange(batch, device=q.device) * length
         lengths = torch.full_like(starts, length)
     else:
         starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    turn = state_layout == "vk"
+    turn = a["state_layout"] == "vk"
     if initial_state is None:
         shape = [starts.shape[0], value_heads, key_size, value_size]
         state = torch.zeros(shape, dtype=wide, device=q.device)
@@ -433,70 +387,54 @@ def chunk_kda(
         state,
         starts,
         lengths,
-        queries * (key_size**-0.5 if scale is None else scale),
+        queries * (key_size**-0.5 if a["scale"] is None else a["scale"]),
         keys,
         v.to(wide).flatten(0, 1),
         decay.flatten(0, 1).exp(),
-        beta.to(wide).flatten(0, 1),
+        a["beta"].to(wide).flatten(0, 1),
     )
     last = last.mT if turn else last
     kind = wide if initial_state is None else initial_state.dtype
     return out.view(v.shape).to(v.dtype), last.to(kind)
 
 
-def delta_rule_update(
-    A_log: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    softplus_beta: float,
-    softplus_threshold: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    b: Tensor,
-    initial_state_source: Tensor,
-    initial_state_indices: Tensor,
-    scale: float | None,
-    use_qk_l2norm_in_kernel: bool,
-    cu_seqlens: Tensor | None,
-    state_layout: str,
-    is_kda: bool,
-    disable_state_update: bool,
-    lower_bound: float | None,
-    **_: Any,
-) -> Tensor:
+def delta_rule_update(**given: Unpack[DeltaRuleUpdate]) -> Tensor:
+    q, v, initial_state_source = given["q"], given["v"], given["initial_state_source"]
+    cu_seqlens = given["cu_seqlens"]
     wide = accumulator(q)
-    batch, length, heads, key_size = k.shape
+    batch, length, heads, key_size = given["k"].shape
     value_heads = v.shape[2]
-    channels = key_size if is_kda else 1
-    queries, keys = (x.to(wide).flatten(0, 1) for x in (q, k))
-    if use_qk_l2norm_in_kernel:
+    channels = key_size if given["is_kda"] else 1
+    queries, keys = (x.to(wide).flatten(0, 1) for x in (q, given["k"]))
+    if given["use_qk_l2norm_in_kernel"]:
         queries, keys = (
             x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (queries, keys)
         )
-    queries = queries * (key_size**-0.5 if scale is None else scale)
+    queries = queries * (key_size**-0.5 if given["scale"] is None else given["scale"])
     queries, keys = (x.repeat_interleave(value_heads // heads, 1) for x in (queries, keys))
-    x = a.to(wide).reshape(batch * length, value_heads, channels)
-    x = x + dt_bias.to(wide).view(value_heads, channels)
-    decay = gating.decay(A_log, x, softplus_beta, softplus_threshold, lower_bound)
-    beta = torch.sigmoid(b.to(wide).reshape(batch * length, value_heads))
+    x = given["a"].to(wide).reshape(batch * length, value_heads, channels)
+    x = x + given["dt_bias"].to(wide).view(value_heads, channels)
+    decay = gating.decay(
+        given["A_log"], x, given["softplus_beta"], given["softplus_threshold"], given["lower_bound"]
+    )
+    beta = torch.sigmoid(given["b"].to(wide).reshape(batch * length, value_heads))
 
     if cu_seqlens is None:
         starts = torch.arange(batch, device=q.device) * length
         lengths = torch.full_like(starts, length)
     else:
         starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-    slots = initial_state_indices.long()
+    slots = given["initial_state_indices"].long()
     live = (slots >= 0) & (slots < initial_state_source.shape[0])
     initial = initial_state_source[slots.masked_fill(~live, 0)].to(wide)
     initial = initial.masked_fill(~live[:, None, None, None], 0)
-    state = initial if state_layout == "kv" else initial.mT
+    state = initial if given["state_layout"] == "kv" else initial.mT
     last, out = _recurrence(
         state, starts, lengths, queries, keys, v.to(wide).flatten(0, 1), decay, beta
     )
-    if not disable_state_update:
+    if not given["disable_state_update"]:
         stored = live & (lengths > 0)
-        after = last if state_layout == "kv" else last.mT
+        after = last if given["state_layout"] == "kv" else last.mT
         initial_state_source[slots[stored]] = after[stored].to(initial_state_source.dtype)
     return out.view(v.shape).to(v.dtype)
 
