@@ -139,6 +139,27 @@ def _attentions() -> Iterator[Choice]:
     yield Choice("sparse_flash_attention_grad", "backward", given, "resolve", plain)
 
 
+def _deepseek_v4() -> Iterator[Choice]:
+    table, none = _whole(1, 2), _whole(1, 0)
+    # 24 tokens of 20 heads, which a tile of 32 covers
+    given = dict(q=_t(1, 24, 20, 64), ori_kv=_t(2, 128, 1, 64), ori_block_table=table)
+    given |= dict(seqused_kv=_whole(1), ori_win_left=127, cmp_ratio=0, layout_kv="PA_ND")
+    for kernel in ("weigh", "accumulate"):
+        yield Choice("sparse_attn_sharedkv", "forward", given, kernel, dict(HEAD_TILE=32))
+
+    weight = _t(128, 256)
+    given = dict(x=_t(1, 4, 256), wkv=weight, wgate=weight, ape=_t(4, 128), norm_weight=_t(128))
+    given |= dict(state_cache=_t(0, 4, 256), state_block_table=none, start_pos=_whole(1))
+    given |= dict(rope_sin=_t(1, 1, 64), rope_cos=_t(1, 1, 64), rope_head_dim=64, norm_eps=0.0)
+    given |= dict(cmp_ratio=4, coff=1, rotary_mode=2, cache_mode=1, return_cmp_kv=True)
+    yield Choice("compressor", "forward", given, "project", dict(ROWS=16, programs=2))
+
+    # 3 groups of 5 tiles each, a core's one
+    given = dict(x=_t(3, 20, 512), out=_t(20, 3, 640))
+    wanted = dict(ROWS=32, PANELS=8, WHOLE_M=False, WHOLE_K=True, programs=15)
+    yield Choice("grouped_o_proj_pto", "_by_groups", given, "group_products", wanted)
+
+
 def _chunks() -> Iterator[Choice]:
     """Chunks and a token, more tokens than each has bytes, which fit one round."""
     x = _t(19 * 64 + 1, 1, 16)
@@ -153,6 +174,7 @@ def _choices() -> Iterator[Choice]:
     yield from _indexers()
     yield from _losses()
     yield from _attentions()
+    yield from _deepseek_v4()
     yield from _chunks()
 
 

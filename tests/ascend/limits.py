@@ -221,8 +221,10 @@ def _shared_kv() -> Iterator[Limit]:
     yield Limit(file, slots, dict(cmp_kv=_t(MOST // 16 + 1, 16, 1, 64)), far)
     packed = given | dict(ori_kv=_t(MOST, 1, 64), ori_block_table=None)
     yield Limit(file, packed, dict(ori_kv=_t(MOST + 1, 1, 64)), far)
-    one = both | dict(cmp_kv=_apart(1, 1032))
-    yield Limit(file, one, dict(cmp_kv=_apart(2, 1032)), "pages 1032 apart")
+    # pages of one row have no other stride
+    for fine in (_apart(1, 1032), _apart(2, 1032)[:, :1]):
+        apart = dict(cmp_kv=_apart(2, 1032))
+        yield Limit(file, both | dict(cmp_kv=fine), apart, "pages 1032 apart")
     yield Limit(file, given | dict(q=_t(1, 1, 1, 1632)), dict(q=_t(1, 1, 1, 1664)), "KiB of L1")
     for size in (0, 80):
         yield Limit(file, given, dict(q=_t(1, 1, 1, size)), f"head_dim={size}")
@@ -266,7 +268,7 @@ def _prologs() -> Iterator[Limit]:
     yield Limit("indexer_prolog_pto", given, dict(index_hadamard=True), "index_hadamard=True")
 
 
-def _shared_kv() -> Iterator[Limit]:
+def _shared_kv_layer() -> Iterator[Limit]:
     file, rank = (
         "sharedkv_prolog_pto",
         tune.TABLE["sharedkv_prolog_pto.of_tokens"][-1].tiles["WIDTH"],
@@ -344,7 +346,7 @@ def limits() -> list[Limit]:
         _attentions,
         _shared_kv,
         _prologs,
-        _shared_kv,
+        _shared_kv_layer,
         _merges,
         _deepseek_v4,
     )

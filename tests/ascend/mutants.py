@@ -69,6 +69,7 @@ _NOTHING = "a row that saw nothing has no slot, and no key counts it"
 _EMPTY = "at 0 nothing is copied"
 _SAME_ROW = "a column is stored where it was read"
 _TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
+_ZEROS = "rows behind the products are zeros: the sum of squares comes after, the rest is not read"
 # by function, words of a mutant's title ($ is its end): why it changes no result
 _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "absorption.absorb": (("ROWS, DEPTH, COLUMNS)", "both are 128 in every configuration"),),
@@ -138,8 +139,16 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("of_rest, grads, states, ", _TIMES),
     ),
     "compressor._products": (("-> tiles * parts", _CORE),),
-    "compressor.keep": (("_added(from_, product, ", _ADDRESS),),
-    "compressor.pool": (("_added(at, product, ", _ADDRESS),),
+    "compressor.keep": (
+        ("_added(from_, product, ", _ADDRESS),
+        ("-> request <= requests$", "a token behind all requests is behind the last one's as well"),
+        ("-> request <= requests (2)", "as many tokens each: there is no token behind them"),
+    ),
+    "compressor.pool": (
+        ("_added(at, product, ", _ADDRESS),
+        ("base + begin -> base", "a window before the first position has no history"),
+        ("own >= begin", "a page of which nothing is history is read for no token"),
+    ),
     "compressor.forward": (
         ("ate_block_table.numel() >= 0", "a state of no page keeps nothing"),
         ("> 0 -> cmp_cache.numel() >= 0", "a cache of no page takes no entry"),
@@ -185,6 +194,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "grouped_o_proj_pto._config": (
         ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
+    ),
+    "hc_pre.mix": (
+        ("acc, mask=(m < COUNT)[:, None]) ->", _ZEROS),
+        ("m <= COUNT (2)", _ZEROS),
     ),
     "hc_pre.gates": (
         ("COUNT > 4 -> COUNT >= 4$", "a head has no rows of post, which another scale is for"),
@@ -283,8 +296,17 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "rows.rotated": (("-> rows * tiles", _CORE),),
     "sharedkv_prolog_pto._turn_heads": (("-> rows * tiles", _CORE),),
     "sharedkv_prolog_pto._window_rows": (("_summed(p, at, ", _ADDRESS),),
-    "sharedkv_prolog_pto.of_heads": (("_turn_heads(to_index, index, ", "both are one tensor"),),
+    "sharedkv_prolog_pto.of_heads": (
+        ("_turn_heads(to_query, query, ", "both are one tensor"),
+        ("_turn_heads(to_index, index, ", "both are one tensor"),
+    ),
     "sharedkv_prolog_pto.forward": (("of_heads', index_size, size)", _NAMED),),
+    "sparse_attn_sharedkv.accumulate": (
+        ("total >= 0 (2)", "the logarithm of a sum of 0 is not taken"),
+    ),
+    "sparse_attn_sharedkv.copies": (
+        ("other > 0 (3)", "the lesser of both rows is stored first, and that is row 0"),
+    ),
     "sparse_flash_attention._pages": (
         ("at <= PIECE", "the entry behind the piece is found again, as the next one's first"),
     ),

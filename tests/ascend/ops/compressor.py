@@ -48,6 +48,7 @@ def call(
     kind: str = "none",
     used: bool = True,
     ring: int | None = None,
+    spare: int = 2,
     **options: Any,
 ) -> Callable[[Inputs], Arguments]:
     """Requests with so many tokens before, and in this call."""
@@ -56,7 +57,7 @@ def call(
         requests, tokens, width = len(starts), max(counts), coff * size
         ends = [a + b for a, b in zip(starts, counts, strict=True)]
         reach = ring or (coff * ratio + tokens if mode == RING else max(ends))
-        table, pages = _table(x, requests, -(-reach // page))
+        table, pages = _table(x, requests, -(-reach // page), spare)
         state = x.normal(pages, page, 2 * width, dtype=WIDE)
         before = torch.zeros(pages, page, dtype=torch.bool)
         for i, start in enumerate(starts):
@@ -109,6 +110,39 @@ def call(
     return make
 
 
+def rows_apart(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """Rows of x and of both weights that lie farther apart than they are long, each its own way."""
+
+    def apart(x: Inputs) -> Arguments:
+        arguments = make(x)
+        for name, by in (("x", 16), ("wkv", 32), ("wgate", 48)):
+            *front, size = arguments[name].shape
+            wide = memory.empty((*front, size + by), x.dtype)
+            arguments[name] = wide[..., by:].copy_(arguments[name])
+        return arguments
+
+    return apart
+
+
+def beyond_the_tables(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """What the first request needs lies behind its tables' columns, and the second one's name the
+    page past the last; history of the third one is in the last page, which holds two tokens."""
+
+    def cut(x: Inputs) -> Arguments:
+        arguments = make(x)
+        state, table = arguments["state_cache"], arguments["state_block_table"]
+        entries, last = arguments["cmp_block_table"], len(state) - 1
+        of_third = int(table[2, 2])
+        table[table == last] = of_third
+        table[2, 2] = last
+        state[[of_third, last]] = state[[last, of_third]]
+        table[1, 2:4] = len(state)
+        entries[1, 1] = len(arguments["cmp_cache"])
+        return arguments | dict(state_block_table=table[:, :4], cmp_block_table=entries[:, :2])
+
+    return cut
+
+
 def judge(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:
     """Bytes of an index cache may be off by one where a float lies between two of them."""
     floats = {n: x for n, x in got.items() if x.dtype is not torch.int8}
@@ -122,6 +156,7 @@ def but_scales(arguments: Arguments) -> Arguments:
 
 
 DECODE = ((3, 4, 7, 0, 11, 20), (1, 1, 1, 1, 1, 1))
+STARTS = (2, 3, 0, 7, 10, 5, 1, 6)  # the last request's last token closes
 case = partial(Case, OP, judge=judge)
 CASES = (
     case("CSA, decode, ring", call(4, 2, 512, *DECODE, mode=RING)),
@@ -155,6 +190,11 @@ CASES = (
         call(4, 1, 64, (2, 3), (6, 2), entry_page=4, return_cmp_kv=False, norm_eps=0.1),
     ),
     case("pages far apart", far_apart(call(4, 2, 64, (3, 9), (2, 4)), "state_cache", "cmp_cache")),
+    case("whole tiles, rows apart", rows_apart(call(4, 1, 128, STARTS, (2,) * 8, hidden=256))),
+    case(
+        "beyond the tables",
+        beyond_the_tables(call(4, 1, 64, (9, 6, 5), (3, 2, 3), page=2, entry_page=1, spare=0)),
+    ),
     case("Pro, 70 tokens", call(4, 2, 512, (5, 100), (35, 35), hidden=7168, mode=RING)),
 )
 CONTROLS = (

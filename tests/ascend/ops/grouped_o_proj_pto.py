@@ -78,7 +78,10 @@ CASES = (
         case(f"one head, {batch} tokens", projected(batch, 1, 1, 1, hidden=64), cores=(24, 7))
         for batch in (32, 128)
     ),
-    case("NZ bytes under the ND shape", projected(3, 1, 8, 2, ranks=48, form="flat", **SMALL)),
+    case(
+        "NZ bytes under the ND shape",  # and whole heads
+        projected(3, 1, 16, 2, 32, 32, ranks=48, hidden=256, form="flat"),
+    ),
     case("nn.Linear's", projected(5, 1, 6, 2, ranks=40, form="linear", **SMALL)),
     case("row-major", projected(5, 1, 6, 2, ranks=40, form="nd", **SMALL)),
     case("heads of 1024", projected(2, 1, 3, 1, 1024, 128, ranks=32, hidden=32)),

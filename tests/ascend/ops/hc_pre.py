@@ -28,12 +28,12 @@ def gates(x: Inputs, hidden: int, rows: int = 24, norm: bool = False) -> Argumen
 
 
 def call(
-    *shape: int, rows: int = 24, norm: bool = False, **options: Any
+    *shape: int, rows: int = 24, norm: bool = False, scale: float = 1.0, **options: Any
 ) -> Callable[[Inputs], Arguments]:
     """`shape`: of y."""
 
     def make(x: Inputs) -> Arguments:
-        streams = x.normal(*shape[:-1], 4, shape[-1])
+        streams = x.normal(*shape[:-1], 4, shape[-1], scale=scale)
         return dict(x=streams) | gates(x, shape[-1], rows, norm) | options
 
     return make
@@ -47,6 +47,7 @@ CASES = (
     Case(OP, "the head", call(5, 264, rows=4, norm=True)),
     Case(OP, "one channel, one sweep", call(3, 1, hc_sinkhorn_iters=1, norm_eps=0.1, hc_eps=0.01)),
     Case(OP, "float32", call(5, 40), torch.float32),
+    Case(OP, "tiny, a block of one run", call(16, 240, norm=True, scale=1e-3)),
     Case(OP, "Pro", call(3, 7168, norm=True)),
 )
 CONTROLS = (

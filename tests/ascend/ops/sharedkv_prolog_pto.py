@@ -122,7 +122,8 @@ CASES = (
         "pages missing",
         with_(prolog([20, 33], None, 2, 2, **SMALL), ori_block_table=without_a_page),
     ),
-    case("no columns", with_(prolog([20, 33], None, 2, 2, **SMALL), ori_block_table=no_columns)),
+    # no length may be taken for a page
+    case("no columns", with_(prolog([2, 3], None, 2, 2, **SMALL), ori_block_table=no_columns)),
     case("pages apart", pages_apart(prolog([20, 33], None, 2, 2, **SMALL), "ori_kv")),
     case("pages far apart", far_apart(prolog([20, 33], None, 2, 2, **SMALL), "ori_kv")),
     case("nn.Linear's", prolog([20, 3], None, 1, 2, form="linear", **SMALL)),

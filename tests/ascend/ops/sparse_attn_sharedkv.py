@@ -166,6 +166,35 @@ def _opposed(make: Make) -> Make:
     return drawn
 
 
+def _entries_apart(make: Make) -> Make:
+    """The rows of entries lie farther apart than they are long."""
+
+    def apart(x: Inputs) -> Arguments:
+        arguments = make(x)
+        dense = arguments["cmp_kv"]
+        wide = memory.empty((*dense.shape[:-1], 2 * dense.shape[-1]), dense.dtype)
+        closed = [blocks for tensor, blocks in x.forbidden if tensor is dense]
+        x.forbidden = [pair for pair in x.forbidden if pair[0] is not dense]
+        arguments["cmp_kv"] = wide[..., : dense.shape[-1]].copy_(dense)
+        for blocks in closed:
+            x.forbid(wide, blocks)
+        return arguments
+
+    return apart
+
+
+def _first_slot_alone(make: Make) -> Make:
+    """Of the window rows of one token."""
+
+    def drawn(x: Inputs) -> Arguments:
+        arguments = make(x)
+        arguments["ori_sparse_indices"][2] = -1
+        arguments["ori_sparse_indices"][2, :, 1] = 0
+        return arguments
+
+    return drawn
+
+
 def _sums(sums: list[int]) -> Tensor:
     return memory.guarded(torch.tensor(sums, dtype=torch.int32))
 
@@ -227,6 +256,11 @@ CASES = (
     Case(OP, "a window of 1, ratio 1", paged([300, 1], 1, 8, 1, window=1, **SMALL)),
     Case(
         OP,
+        "a window of 1 in small pages, entries apart",
+        _entries_apart(paged([300, 5], 2, 8, 2, window=1, size=64, pages=(16, 128))),
+    ),
+    Case(
+        OP,
         "a window of 300, pages of 256",
         paged([700, 90], 2, 8, size=64, pages=(256, 0), window=300),
     ),
@@ -237,6 +271,11 @@ CASES = (
     Case(OP, "BSND, chosen", packed("BSND", 8, 24, size=64)),
     Case(OP, "TND", packed("TND", 16)),
     Case(OP, "TND, chosen", packed("TND", 8, 24, size=64)),
+    Case(
+        OP,
+        "TND, sliding",
+        with_(packed("TND", 8, size=64), cmp_kv=None, cu_seqlens_cmp_kv=None, cmp_ratio=0),
+    ),
     Case(OP, "TND, 133 requests, paged", decode(133)),
     Case(
         OP,
@@ -247,7 +286,15 @@ CASES = (
     Case(
         OP,
         "slots, of requests",
-        in_slots(6, (40, 6), size=64, cu_seqlens_q=lambda x: x.ints([1, 3, 4])),
+        _first_slot_alone(
+            in_slots(
+                6,
+                (40, 6),
+                size=64,
+                cu_seqlens_q=lambda x: x.ints([1, 3, 4]),
+                seqused_q=lambda x: x.ints([2, 0]),
+            )
+        ),
     ),
     Case(OP, "slots of entries alone", in_slots(3, (0, 5), size=64)),
     Case(OP, "int64, beyond 32 bits", _int64(paged([300, 70], 2, 16, 1, 40, **SMALL))),
