@@ -773,13 +773,15 @@ def table() -> list[str]:
             here = [bool(verdict.said) for x, verdict in known if (x.file, x.kind) == (file, kind)]
             cells.append(f"{sum(here)} of {len(here)}" if here else "")
         lines.append(f"| {file} | " + " | ".join(cells) + " |")
-    caught = sum(bool(verdict.said) for _, verdict in known)
-    left = len(planted) - len(known)
-    others = f"; {left} of {len(planted)} are still to be asked" if left else ""
-    lines += ["", f"{caught} of {len(known)} caught{others}.  Those that survive:", ""]
+    silent = [x for x, verdict in known if not verdict.said]
+    caught, left = len(known) - len(silent), len(planted) - len(known)
+    without_effect = sum(x.reason is not None for x in silent)
     lines += [
-        f"- `{x.title}`: {x.reason or 'not explained yet'}"
-        for x, verdict in known
-        if not verdict.said
+        "",
+        f"Of {len(planted)}: {caught} caught, {without_effect} without effect,"
+        f" {len(silent) - without_effect} survive, {left} not asked anew since their function"
+        " changed.  Those that no case notices:",
+        "",
     ]
+    lines += [f"- `{x.title}`: {x.reason or 'survives'}" for x in silent]
     return lines

@@ -190,7 +190,7 @@ CASES = (
         call(4, 1, 64, (2, 3), (6, 2), entry_page=4, return_cmp_kv=False, norm_eps=0.1),
     ),
     case("pages far apart", far_apart(call(4, 2, 64, (3, 9), (2, 4)), "state_cache", "cmp_cache")),
-    case("whole tiles, rows apart", rows_apart(call(4, 1, 128, STARTS, (2,) * 8, hidden=256))),
+    case("whole tiles, rows apart", rows_apart(call(4, 1, 128, STARTS, (2,) * 8, hidden=512))),
     case(
         "beyond the tables",
         beyond_the_tables(call(4, 1, 64, (9, 6, 5), (3, 2, 3), page=2, entry_page=1, spare=0)),
