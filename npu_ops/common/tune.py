@@ -100,6 +100,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
         )
         for heads in all_heads
     ),
+    "lightning_indexer.collect": (Config({"TILE": 1024, "FEW": 128, "QUARTER": 1024, "EACH": 8}),),
     "lightning_indexer.topk": (Config({"COUNT_TILE": 1024, "SORT_TILE": 1024}),),
     "lightning_indexer.values": (Config({"PIECE": 1024}),),
     # positions come in tiles of HIGH_TILE rows of 128; the oldest build has no room for 64 slots

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Exact top-k of the indexer's scores, in two kernels (and a third for their values).
+"""Exact top-k of the indexer's scores, in three kernels (and a fourth for their values).
 
     score[t, p] = key_scale[p] sum_n weights[t, n] query_scale[t, n] relu(query[t, n] . key[p])
 
     scores   cube + vector   a group of tokens of one request stays in L1 while tiles of keys pass;
                              paged keys come as one bulk copy a tile -> fp32 [groups, reach]
+    collect  vector cores    of long rows: all scores above one that few more than k exceed, by
+                             a sample, beside their positions; a piece of a row a core
     topk     vector cores    a row a core: the k-th score by counting, then compaction in order
     values   vector cores    the chosen scores, where they are asked for
 
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from ...dispatch.common import memory
 from ..common import cores, entry, ragged, tiling, tune
-from ..common.front_end import sort
+from ..common.front_end import extract_slice, get_element, sort
 from ..common.ragged import PAGED, TND, keys_of, request_of, seen, tokens_of, visible
 
 _LEAST = 16  # keys of a tile
@@ -37,6 +39,7 @@ _PIECE = 2048  # keys for which a core loads the queries of a group, if there is
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _ABSENT, _INF = tl.constexpr(-2139095041), tl.constexpr(2139095040)  # the keys of -inf and inf
 _GUESSES = tl.constexpr(6)
+_DEVIATIONS = 6  # from the fewest candidates to the most, of what a sample says of their number
 
 
 @triton.jit
@@ -348,21 +351,57 @@ def search(of_row, n, low, high, most, least, key1, key2, key3, wanted, TILE: tl
     return narrower(low, high, most, least, key3, tl.sum(above3, 0), wanted)
 
 
+@triton.jit
+def places(packed):
+    """Where in their tile the first entries lie; 0 behind the last one."""
+    return -tl.where(packed > float("-inf"), packed, 0.0).to(tl.int32)
+
+
+@triton.jit
+def put(to, to_positions, v, packed, start, count, WIDTH: tl.constexpr):
+    """The first `count` packed entries of a tile, and their positions, which begin at `start`."""
+    p = tl.arange(0, WIDTH)
+    at = places(packed)
+    tl.store(to + p, tl.gather(v, at, 0), mask=p < count)
+    tl.store(to_positions + p, (start + at).to(tl.float32), mask=p < count)
+
+
+@triton.jit
+def sampled(of_row, n, aim, QUARTER: tl.constexpr, EACH: tl.constexpr):
+    """A score that about `aim` of the `n` ones reach.  The sample is of blocks that lie evenly
+    apart; the highest of each four, one from each quarter of the row, is sorted."""
+    apart = n // (4 * QUARTER // EACH)
+    at = tl.arange(0, QUARTER // EACH)[:, None] * apart + tl.arange(0, EACH)[None]
+    highest = tl.full((QUARTER // EACH, EACH), float("-inf"), tl.float32)
+    for quarter in range(0, 4):
+        v = tl.load(of_row + quarter * (QUARTER // EACH) * apart + at)
+        highest = tl.where(v > highest, v, highest)
+    ranked = sort(tl.reshape(highest, (QUARTER,)), 0, True)
+    below = 1.0 - aim * 1.0 / n
+    rank = (QUARTER * (1.0 - below * below * below * below)).to(tl.int32)
+    return tl.maximum(get_element(ranked, (tl.minimum(rank, QUARTER - 1),)), _LOWEST)
+
+
 @entry.jit(
     do_not_specialize=[
-        "first", "rows", "wide", "groups", "chosen", "requests", "tokens", "reach",
+        "first", "rows", "wide", "groups", "chosen", "room", "aim", "pieces", "requests", "tokens",
+        "reach",
     ]
 )  # fmt: skip
-def topk(
+def collect(
     score,
     query_lengths,
     key_lengths,
-    out,
+    positions,
+    missed,
     first,
     rows,
     wide,
     groups,
     chosen,
+    room,
+    aim,
+    pieces,
     requests,
     tokens,
     reach,
@@ -373,6 +412,114 @@ def topk(
     CAUSAL: tl.constexpr,
     RATIO: tl.constexpr,
     TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    FEW: tl.constexpr,
+    QUARTER: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """The candidates of a row, in order: their scores in its last `room` columns, and -inf behind
+    them; positions [rows, room], as floats, which the vector unit gathers.  missed [rows]: 0 where
+    the `chosen` best are among them.
+
+    A core takes a piece of a row, whose candidates follow those of the pieces before, which it
+    counts.
+    """
+    p = tl.arange(0, TILE)
+    negative = -p.to(tl.float32)
+    for unit in range(tl.program_id(0), rows * pieces, tl.num_programs(0)):
+        row = unit // pieces
+        piece = unit - row * pieces
+        request, _, n = visible(
+            first + row,
+            query_lengths,
+            key_lengths,
+            requests,
+            tokens,
+            reach,
+            Q_TND,
+            Q_LENGTHS,
+            KEYS,
+            K_LENGTHS,
+            CAUSAL,
+        )
+        if RATIO > 1:
+            n = n // RATIO
+        of_row = score + wide * score_row(
+            first + row,
+            request,
+            query_lengths,
+            first,
+            rows,
+            groups,
+            requests,
+            tokens,
+            Q_TND,
+            Q_LENGTHS,
+            TOKENS,
+        )
+        to = of_row + wide - room
+        to_positions = positions + row.to(tl.int64) * room
+        if n > tl.maximum(room, 4 * QUARTER):
+            least = sampled(of_row, n, aim, QUARTER, EACH)
+            tiles = (n + TILE - 1) // TILE
+            begin = tiles * piece // pieces
+            above = tl.zeros((TILE,), tl.float32)
+            for tile in range(0, begin):
+                v = tl.load(of_row + tile * TILE + p)
+                above += tl.where(v >= least, 1.0, 0.0)
+            written = tl.sum(above, 0).to(tl.int32)
+            for tile in range(begin, tiles * (piece + 1) // pieces):
+                s = tile * TILE
+                v = tl.load(of_row + s + p, mask=p < n - s, other=float("-inf"))
+                taken = tl.sum(tl.where(v >= least, 1.0, 0.0), 0).to(tl.int32)
+                if taken > 0:
+                    packed = sort(tl.where(v >= least, negative, float("-inf")), 0, True)
+                    fits = tl.minimum(taken, room - written)
+                    if taken <= FEW:
+                        few = extract_slice(packed, (0,), (FEW,), (1,))
+                        put(to + written, to_positions + written, v, few, s, fits, FEW)
+                    else:
+                        put(to + written, to_positions + written, v, packed, s, fits, TILE)
+                    written += taken
+            if piece == pieces - 1:
+                for s in range(written, room, TILE):
+                    nothing = tl.full((TILE,), float("-inf"), tl.float32)
+                    tl.store(to + s + p, nothing, mask=p < room - s)
+                beyond = (written < chosen) | (written > room)
+                tl.store(missed + row, beyond.to(tl.int32))
+        elif piece == 0:
+            tl.store(missed + row, 1)
+
+
+@entry.jit(
+    do_not_specialize=[
+        "first", "rows", "wide", "groups", "chosen", "room", "requests", "tokens", "reach",
+    ]
+)  # fmt: skip
+def topk(
+    score,
+    query_lengths,
+    key_lengths,
+    positions,
+    missed,
+    out,
+    first,
+    rows,
+    wide,
+    groups,
+    chosen,
+    room,
+    requests,
+    tokens,
+    reach,
+    Q_TND: tl.constexpr,
+    Q_LENGTHS: tl.constexpr,
+    KEYS: tl.constexpr,
+    K_LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    RATIO: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLLECTED: tl.constexpr,
     COUNT_TILE: tl.constexpr,
     SORT_TILE: tl.constexpr,
 ):
@@ -380,6 +527,7 @@ def topk(
     the row narrow it down by values, which is fast where they are spread; where a score or a tie is
     not singled out then, up to 16 passes do by keys, which is sure.  Rows that are taken as a whole
     need none.  Then the positions above it, and the first ones equal to it, are packed in order.
+    If COLLECTED, the candidates stand for the row, unless they missed one.
 
     A tile is packed by sorting: -position where chosen, -inf elsewhere.  Positions and counts are
     small enough to be exact as floats, which the vector unit compares and sorts best.
@@ -418,6 +566,11 @@ def topk(
             TOKENS,
         )
         to = out + (first + row).to(tl.int64) * chosen
+        if COLLECTED:
+            of_positions = positions + row.to(tl.int64) * room
+            known = tl.where(tl.load(missed + row) == 0, room, 0)
+            n = tl.where(known > 0, known, n)
+            of_row += tl.where(known > 0, wide - room, 0)
         there = tl.zeros((COUNT_TILE,), tl.float32)
         lowest = tl.full((COUNT_TILE,), float("inf"), tl.float32)
         highest = tl.full((COUNT_TILE,), _LOWEST, tl.float32)
@@ -480,7 +633,12 @@ def topk(
             taken = tl.sum(tl.where(key > float("-inf"), 1.0, 0.0), 0).to(tl.int32)
             if taken > 0:
                 packed = sort(key, 0, True)
-                position = s - tl.maximum(packed, -1.0 * SORT_TILE).to(tl.int32)
+                at = places(packed)
+                position = s + at
+                if COLLECTED:
+                    candidate = tl.load(of_positions + s + p, mask=p < known - s, other=0.0)
+                    candidate = tl.gather(candidate, at, 0).to(tl.int32)
+                    position = tl.where(known > 0, candidate, position)
                 tl.store(to + written + p, position, mask=p < taken)
                 written += taken
         for s in range(written, chosen, SORT_TILE):
@@ -632,7 +790,8 @@ def select(
     plan.arguments["reach"] = _tokens(plan.reach, cmp_ratio)  # of lengths
     lengths = {name: plan.arguments[name] for name in ("query_lengths", "requests", "tokens")}
     packed = {name: plan.flags[name] for name in ("Q_TND", "Q_LENGTHS")} | {"TOKENS": each}
-    wide = tiling.up(plan.reach, product.tiles["KEY_TILE"])
+    room, aim = _candidates(count, plan.reach)
+    wide = tiling.up(plan.reach, product.tiles["KEY_TILE"]) + room
     at_once = tiling.at_once(plan.rows, wide * 4)
     rounds = [
         (first, rows, _groups(plan, first, rows, each))
@@ -641,6 +800,8 @@ def select(
     ]
     most = max(groups for _, _, groups in rounds)
     found = memory.empty((most * each, wide), torch.float32, query.device)
+    positions = memory.empty((min(plan.rows, at_once), room), torch.float32, query.device)
+    missed = memory.empty((min(plan.rows, at_once),), torch.int32, query.device)
     for first, rows, groups in rounds:
         scores[(cores.cube(),)](
             q,
@@ -677,18 +838,34 @@ def select(
             **plan.flags,
             **product.keywords,
         )
-        topk[(min(rows, cores.vector()),)](
-            found,
-            out=indices,
+        of_rows = dict(
+            positions=positions,
+            missed=missed,
             first=first,
             rows=rows,
             wide=wide,
             groups=groups,
             chosen=count,
+            room=room,
             RATIO=cmp_ratio,
             TOKENS=each,
             **plan.arguments,
             **plan.flags,
+        )
+        if room:
+            pieces = max(1, cores.vector() // rows)
+            collect[(min(rows * pieces, cores.vector()),)](
+                found,
+                aim=aim,
+                pieces=pieces,
+                **of_rows,
+                **tune.only("lightning_indexer.collect").keywords,
+            )
+        topk[(min(rows, cores.vector()),)](
+            found,
+            out=indices,
+            COLLECTED=room > 0,
+            **of_rows,
             **tune.only("lightning_indexer.topk").keywords,
         )
         if wanted:
@@ -727,6 +904,19 @@ def _tiles(plan: ragged.Plan, page: int, query: Tensor, *by_head: Tensor) -> tun
     return tune.choose(
         "lightning_indexer.scores", tune.ranked(ranked, "TOKENS", each), size, query.dtype
     )
+
+
+def _candidates(chosen: int, reach: int) -> tuple[int, int]:
+    """(room for the candidates of a row, how many of them to aim at), or zeros where a row is too
+    short for it.  The root of a number that a sample counts deviates by a half, whatever it is."""
+    sample = 4 * tune.only("lightning_indexer.collect").tiles["QUARTER"]
+    root = math.sqrt(chosen * sample / reach)
+    room, aim = (
+        math.ceil((root + deviations) ** 2 * reach / sample)
+        for deviations in (_DEVIATIONS, _DEVIATIONS / 2)
+    )
+    room = tiling.up(room, tune.only("lightning_indexer.topk").tiles["COUNT_TILE"])
+    return (room, aim) if 2 * room <= reach else (0, 0)
 
 
 def _groups(plan: ragged.Plan, first: int, rows: int, each: int) -> int:

@@ -64,6 +64,7 @@ _SCALAR = {
     "indexer_loss_backward.row_grad": _SUMS,
     "sparse_lightning_indexer_grad_kl_loss.row_loss": _SUMS,
     "lightning_indexer.scores": "the page of a tile of keys, which is one copy",
+    "lightning_indexer.collect": "one count a tile of scores",
     "lightning_indexer.topk": "one count a tile of scores",
     "lightning_indexer.values": "one score an index: there is no gather of single elements",
     "lightning_indexer_grad.spread": "the request of a token, beside tiles of slots",

@@ -204,6 +204,49 @@ def with_two_nans(arguments: Arguments) -> torch.Tensor:
     return key
 
 
+def spread(arguments: Arguments) -> torch.Tensor:
+    """Weights that leave few ties."""
+    weights = arguments["weights"]
+    n = torch.arange(weights.numel()).view(weights.shape)
+    return weights.copy_(n * 37 % 199 - 99)
+
+
+def first_of(positions: Callable[[int], list[int]]) -> Callable[[Arguments], torch.Tensor]:
+    """These positions of request 0 score more than all others of it, each another number."""
+
+    def made(arguments: Arguments) -> torch.Tensor:
+        key, table = arguments["key"], arguments["block_table"]
+        n = int(arguments["actual_seq_lengths_key"][0])
+        arguments["query"].fill_(1.0)
+        arguments["weights"].fill_(1.0)
+        key[table[0][table[0] >= 0]] = 0.0
+        at = torch.tensor(positions(n))
+        page, row = table[0][at // key.shape[1]].long(), at % key.shape[1]
+        score = torch.arange(len(at), 0, -1)
+        key[page, row, 0, 0], key[page, row, 0, 1] = (
+            (score // 16).to(key),
+            (score % 16 / 16).to(key),
+        )
+        return key
+
+    return made
+
+
+def sampled(n: int) -> list[int]:
+    """50 that the sample has, and nothing else is as high."""
+    return [block * (n // 512) for block in range(50)]
+
+
+def side_by_side(n: int) -> list[int]:
+    return list(range(1100, 1500))
+
+
+def one_page(arguments: Arguments) -> torch.Tensor:
+    """Of each request the first page alone is there."""
+    arguments["block_table"][:, 1:] = -1
+    return arguments["block_table"]
+
+
 def with_infinity(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
     """Two keys of request 0 score inf with every head."""
 
@@ -235,6 +278,8 @@ def by_score(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -
 
 
 OP = "npu_lightning_indexer"
+# rows so long that candidates are collected, of few heads
+LONG = with_(paged([5000, 4300, 3], 4, 4, size=32), weights=spread)
 CASES = (
     Case(OP, "paged, 64 heads", paged([300, 1, 129], 2)),
     Case(OP, "paged, s1 4, k above the length", paged([70, 3, 0], 4, k=128)),
@@ -360,6 +405,27 @@ CASES = (
         with_(paged([4097], 1, 16, 64), weights=the_last_key_wins),
         cores=(24,),
     ),
+    Case(OP, "candidates", LONG),
+    Case(OP, "candidates, two rounds", in_rounds(7 * (5120 + 1024) * 4, LONG)),
+    Case(OP, "candidates, too many ties", with_(LONG, weights=of_no_weight), cores=(24,)),
+    Case(
+        OP,
+        "candidates, too few",
+        with_(paged([16500], 1, 4, size=32), key=first_of(sampled)),
+        cores=(24,),
+    ),
+    Case(
+        OP,
+        "candidates, side by side",
+        with_(paged([5000], 1, 4, 300, size=32), key=first_of(side_by_side)),
+    ),
+    Case(
+        OP,
+        "candidates, one page is there",
+        with_(paged([5000], 1, 4, 200, size=32), block_table=one_page),
+        cores=(24,),
+    ),
+    Case(OP, "candidates, scores of infinity", with_infinity(paged([5000], 1, 4, size=32))),
     Case(OP, "pages far apart", far_apart(paged([300, 1, 129], 2, 16), "key")),
     Case(OP, "4 tokens a key, 64 heads", of_tokens(paged([300, 1, 129], 2), 4)),
     Case(OP, "4 tokens a key, k 512 of 4100", of_tokens(paged([4100], 1, 64, 512), 4), cores=(24,)),
@@ -535,6 +601,55 @@ CONTROLS = (
         "for start in range(0, requests, 128)",
         "for start in range(0, 1, 128)",
         "TND, 133 requests, paged",
+    ),
+    Control(
+        "the candidates of the pieces before",
+        OP[4:],
+        "for tile in range(0, begin)",
+        "for tile in range(0, begin - 1)",
+        "candidates",
+    ),
+    Control(
+        "too few candidates",
+        OP[4:],
+        "beyond = (written < chosen) | (written > room)",
+        "beyond = written > room",
+        "candidates, too few",
+    ),
+    Control(
+        "too many candidates",
+        OP[4:],
+        "beyond = (written < chosen) | (written > room)",
+        "beyond = written < chosen",
+        "candidates, too many ties",
+    ),
+    Control(
+        "candidates behind the room for them",
+        OP[4:],
+        "fits = tl.minimum(taken, room - written)",
+        "fits = taken",
+        "candidates, too many ties",
+    ),
+    Control(
+        "the candidates of another round",
+        OP[4:],
+        "for s in range(written, room, TILE)",
+        "for s in range(room, room, TILE)",
+        "candidates, two rounds",
+    ),
+    Control(
+        "a tile of many candidates cut",
+        OP[4:],
+        "if taken <= FEW",
+        "if taken <= TILE",
+        "candidates, side by side",
+    ),
+    Control(
+        "candidates where there is none",
+        OP[4:],
+        "elif piece == 0:\n            tl.store(missed + row, 1)",
+        "elif piece == 0:\n            tl.store(missed + row, 0)",
+        "candidates",
     ),
     Control(
         "guesses alone",
