@@ -149,6 +149,15 @@ def stale() -> list[str]:
     return found
 
 
+def beside_cann() -> None:
+    """CANN's times of DeepSeek-V4's ops beside ours, as lines of a table."""
+    install()
+    for figure in published.DEEPSEEK_V4:
+        us, binds = estimated(figure)
+        theirs = ", ".join(f"{by} {x:g}" for by, x in figure.us.items())
+        print(f"| {figure.what} | {theirs} | {us:.0f} | `{binds}` |", flush=True)
+
+
 def compare(record: bool) -> None:
     """Published times beside ours."""
     install()
@@ -214,7 +223,7 @@ def matching(cases: list[Case], wanted: dict[str, str]) -> list[Case]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.ascend.estimate")
-    parser.add_argument("op", help="or `published`: times of others, and ours")
+    parser.add_argument("op", help="or `published`, `deepseek-v4`: others' times")
     parser.add_argument("--shape", default="", help="only rows with these sizes: b=4,s1=1")
     parser.add_argument("--whole", action="store_true", help="one line a row, without its launches")
     parser.add_argument("--record", action="store_true", help="keep what `published` says")
@@ -222,6 +231,8 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.rates:
         cost.take(chosen.rates)
+    if chosen.op == "deepseek-v4":
+        return beside_cann()
     if chosen.op == "published":
         return compare(chosen.record)
     wanted = dict(pair.split("=") for pair in chosen.shape.split(",") if pair)

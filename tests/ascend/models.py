@@ -155,26 +155,66 @@ def output_v4(model: str, heads: int, batch: int, s1: int) -> Make:
 RATIOS = {"sliding": 0, "CSA": 4, "HCA": 128}
 
 
-def shared_kv(kind: str, heads: int, k: int, batch: int, s1: int) -> Make:
-    """Attention over window rows and entries at the end of the context."""
+def shared_kv(
+    kind: str, heads: int, k: int, batch: int, s1: int, context: int = CONTEXT, own: bool = False
+) -> Make:
+    """Attention over window rows and entries at the end of the context; `own`: requests share no
+    page."""
 
     def make(x: Inputs) -> Arguments:
-        ratio, table = RATIOS[kind], torch.arange(CONTEXT // PAGE).expand(batch, -1)
+        ratio, each, times = RATIOS[kind], context // PAGE, batch if own else 1
+        table = torch.arange(each).expand(batch, -1)
+        if own:
+            table = torch.arange(batch * each).view(batch, each)
         arguments = dict(
             q=x.normal(batch, s1, heads, LATENT),
-            ori_kv=x.normal(CONTEXT // PAGE, PAGE, 1, LATENT),
+            ori_kv=x.normal(times * each, PAGE, 1, LATENT),
             ori_block_table=x.ints(table),
-            seqused_kv=x.ints([CONTEXT] * batch),
+            seqused_kv=x.ints([context] * batch),
             sinks=x.normal(heads, dtype=torch.float32),
             cmp_ratio=ratio,
         )
         if ratio:
-            pages = CONTEXT // ratio // PAGE
-            arguments["cmp_kv"] = x.normal(pages, PAGE, 1, LATENT)
-            arguments["cmp_block_table"] = x.ints(table[:, :pages])
+            pages = -(-context // ratio // PAGE)
+            arguments["cmp_kv"] = x.normal(times * pages, PAGE, 1, LATENT)
+            first = torch.arange(times)[:, None] * pages
+            arguments["cmp_block_table"] = x.ints((first + torch.arange(pages)).expand(batch, -1))
         if kind == "CSA":
             arguments["cmp_sparse_indices"] = x.ints(torch.zeros(batch, s1, 1, k))
         return arguments
+
+    return make
+
+
+def compressor(ratio: int, size: int, batch: int, s1: int, start: int, hidden: int) -> Make:
+    """Of requests that have `start` tokens; states in rings."""
+
+    def make(x: Inputs) -> Arguments:
+        coff, wide = 2 if ratio == 4 else 1, torch.float32
+        width, columns = coff * size, -(-(coff * ratio + s1) // 8)
+        pages = -(-(start + s1) // ratio // PAGE)
+        table = torch.arange(batch * columns).view(batch, columns)
+        given: Arguments = dict(
+            x=x.normal(batch, s1, hidden),
+            wkv=x.normal(width, hidden),
+            wgate=x.normal(width, hidden),
+            state_cache=x.normal(batch * columns, 8, 2 * width, dtype=wide),
+            ape=x.normal(ratio, width, dtype=wide),
+            norm_weight=x.normal(size, dtype=wide),
+            rope_sin=x.normal(batch, -(-s1 // ratio), ROTARY),
+            rope_cos=x.normal(batch, -(-s1 // ratio), ROTARY),
+            rope_head_dim=ROTARY,
+            cmp_ratio=ratio,
+            state_block_table=x.ints(table),
+            start_pos=x.ints([start] * batch),
+            coff=coff,
+            rotary_mode=2,
+            cache_mode=2,
+            cmp_cache=x.normal(batch * pages, PAGE, 1, size),
+            cmp_block_table=x.ints(torch.arange(batch * pages).view(batch, pages)),
+            return_cmp_kv=False,
+        )
+        return given
 
     return make
 

@@ -21,7 +21,7 @@ import torch
 from . import models
 from .case import Arguments, Inputs
 from .models import INDEX, LATENT, ROTARY, Make
-from .ops import chunk_gated_delta_rule, fused_attention
+from .ops import chunk_gated_delta_rule, fused_attention, hc_post, hc_pre
 
 HEADS = 64
 RECORD = Path(__file__).with_name("published.json")
@@ -180,6 +180,58 @@ FIGURES = (
             card="910B2",
         )
         for heads, us in ((16, 878), (32, 1712), (64, 3314))
+    ),
+)
+
+# CANN's documents: DeepSeek-V4-Flash on one die, 64 requests of 2 tokens at 8K; PyPTO's card is
+# unnamed.  No part of what the model is held to: ops, not kernels, and how they were timed is not
+# said
+_CANN, _FLASH = "CANN's documents", 4096
+DEEPSEEK_V4 = (
+    *(
+        Figure(
+            f"attention, {kind}",
+            dict(PyPTO=us),
+            _CANN,
+            "npu_sparse_attn_sharedkv",
+            models.shared_kv(kind, 64, 512, 64, 2, 8192, own=True),
+        )
+        for kind, us in (("sliding", 65), ("HCA", 90), ("CSA", 160))
+    ),
+    *(
+        Figure(
+            f"compressor, {what}",
+            dict(PyPTO=us),
+            _CANN,
+            "npu_compressor",
+            models.compressor(m, size, 64, 2, start, _FLASH),
+        )
+        for what, m, size, start, us in (
+            ("CSA, closing", 4, 512, 8190, 95),
+            ("index keys, closing", 4, 128, 8190, 75),
+            ("HCA, open", 128, 512, 8100, 55),
+            ("HCA, closing", 128, 512, 8190, 125),
+        )
+    ),
+    Figure(
+        "prolog, index queries with it",
+        dict(PyPTO=130),
+        _CANN,
+        "npu_sharedkv_prolog_pto",
+        models.prolog_v4("DeepSeek-V4-Flash", 64, 64, 2),
+    ),
+    *(
+        Figure(f"hc_pre, {t} tokens", us, _CANN, hc_pre.OP, hc_pre.call(t, _FLASH))
+        for t, us in (
+            (16, dict(AscendC=33)),
+            (32, dict(AscendC=37)),
+            (64, dict(AscendC=44)),
+            (128, dict(AscendC=60, PyPTO=70)),
+        )
+    ),
+    *(
+        Figure(f"hc_post, {t} tokens", dict(AscendC=us), _CANN, hc_post.OP, hc_post.call(t, _FLASH))
+        for t, us in ((8, 5.1), (128, 13.9))
     ),
 )
 
