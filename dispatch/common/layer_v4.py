@@ -315,13 +315,18 @@ class Layer:
         query, _, query_index, weights = stages.sharedkv_prolog(**self.of_prolog())
         indices = None
         if self.cmp_kv is not None:
-            start = self.starts()
-            stages.compressor(**self.of_entries(start))
+            self.compress(stages)
             if self.idx_k is not None:
-                stages.compressor(**self.of_index_keys(start))
                 indices = self._selected(stages, query_index, weights)
         out = self._attention(stages)(**self.of_attention(query, indices))[0]
         return self._output(stages, out)
+
+    def compress(self, stages: Stages) -> None:
+        """The entries, and the index keys where there are any."""
+        start = self.starts()
+        stages.compressor(**self.of_entries(start))
+        if self.idx_k is not None:
+            stages.compressor(**self.of_index_keys(start))
 
     def _selected(self, stages: Stages, query_index: Tensor, weights: Tensor) -> Tensor:
         indices: Tensor

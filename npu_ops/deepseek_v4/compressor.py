@@ -8,6 +8,9 @@ dispatch/reference/deepseek_v4/compressor.py.
     finish    vector   norm, rotation, the output and the entries' pages
     keep      vector   the states of this call's tokens
 
+Two compressors of the same tokens, of entries and of index keys, are one launch each but for
+`finish`: their products lie one beside the other, and so does what is pooled.
+
 `pool` alone reads states and `keep` alone writes them, behind it: however often a launch is begun
 anew, history is what it was before the call.  Positions are scalars of 64 bits.  A page or a window
 that is not there makes empty copies: the mask is a bound on their length.
@@ -15,7 +18,7 @@ that is not there makes empty copies: the mask is a bound on their length.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -44,6 +47,7 @@ def _products(
     parts,
     x_row,
     w_row,
+    out_row,
     out_part,
     WHOLE_M: tl.constexpr,
     WHOLE_N: tl.constexpr,
@@ -82,26 +86,34 @@ def _products(
             else:
                 w_tile = tl.load(of_w, mask=n[:, None] & (d < depth - k)[None], other=0.0)
             acc = tl.dot(x_tile, tl.trans(w_tile), acc)
-        to = out + part.to(tl.int64) * out_part + row * (2 * width) + column[None]
+        to = out + part.to(tl.int64) * out_part + row * out_row + column[None]
         tl.store(to, acc, mask=m & n[None])
     return (first + tiles * parts) % tl.num_programs(0)
 
 
 @entry.jit(
-    do_not_specialize=["width", "rows", "depth", "parts", "x_row", "kv_row", "gate_row", "out_part"]
-)
+    do_not_specialize=[
+        "width", "next_width", "rows", "depth", "parts", "x_row", "kv_row", "gate_row",
+        "next_kv_row", "next_gate_row", "out_part",
+    ]
+)  # fmt: skip
 def project(
     x,
     wkv,
     wgate,
+    next_kv,
+    next_gate,
     out,
     width,
+    next_width,
     rows,
     depth,
     parts,
     x_row,
     kv_row,
     gate_row,
+    next_kv_row,
+    next_gate_row,
     out_part,
     WHOLE_M: tl.constexpr,
     WHOLE_N: tl.constexpr,
@@ -110,7 +122,9 @@ def project(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """out [parts, rows, kv and z of `width` each], whose sum over the parts is the product."""
+    """out [parts, rows, kv and z of `width` each, those of `next_width`], whose sum over the parts
+    is the product."""
+    out_row = 2 * (width + next_width)
     first = _products(
         x,
         wkv,
@@ -122,6 +136,7 @@ def project(
         parts,
         x_row,
         kv_row,
+        out_row,
         out_part,
         WHOLE_M,
         WHOLE_N,
@@ -130,7 +145,7 @@ def project(
         COLUMNS,
         DEPTH,
     )
-    _products(
+    first = _products(
         x,
         wgate,
         out + width,
@@ -141,6 +156,7 @@ def project(
         parts,
         x_row,
         gate_row,
+        out_row,
         out_part,
         WHOLE_M,
         WHOLE_N,
@@ -149,6 +165,48 @@ def project(
         COLUMNS,
         DEPTH,
     )
+    if next_kv is not None:
+        of_next = out + 2 * width
+        first = _products(
+            x,
+            next_kv,
+            of_next,
+            next_width,
+            first,
+            rows,
+            depth,
+            parts,
+            x_row,
+            next_kv_row,
+            out_row,
+            out_part,
+            WHOLE_M,
+            WHOLE_N,
+            WHOLE_K,
+            ROWS,
+            COLUMNS,
+            DEPTH,
+        )
+        _products(
+            x,
+            next_gate,
+            of_next + next_width,
+            next_width,
+            first,
+            rows,
+            depth,
+            parts,
+            x_row,
+            next_gate_row,
+            out_row,
+            out_part,
+            WHOLE_M,
+            WHOLE_N,
+            WHOLE_K,
+            ROWS,
+            COLUMNS,
+            DEPTH,
+        )
 
 
 @triton.jit
@@ -230,16 +288,24 @@ def _within(x, most):
     return tl.minimum(tl.maximum(x, 0), most).to(tl.int32)
 
 
+@triton.jit
+def _own(x, next_x, of_next):
+    """`x`, or from it on to `next_x`: a selected pointer does not lower, its distance does."""
+    return x + tl.where(of_next, (next_x.to(tl.int64) - x.to(tl.int64)) // 4, 0)
+
+
 @entry.jit(
     do_not_specialize=[
-        "tokens", "requests", "each", "rows", "size", "ratio", "parts", "out_part", "state_page",
-        "table_row", "columns", "pages", "page",
+        "tokens", "requests", "each", "rows", "size", "next_size", "ratio", "parts", "out_part",
+        "state_page", "next_state_page", "table_row", "columns", "pages", "page",
     ]
 )  # fmt: skip
 def pool(
     product,
     ape,
+    next_ape,
     state,
+    next_state,
     table,
     bounds,
     used,
@@ -250,10 +316,12 @@ def pool(
     each,
     rows,
     size,
+    next_size,
     ratio,
     parts,
     out_part,
     state_page,
+    next_state_page,
     table_row,
     columns,
     pages,
@@ -264,28 +332,47 @@ def pool(
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """out [rows, size]; rows of windows that do not close are left as they are."""
-    width = COFF * size
+    """out [rows, size + next_size]; rows of windows that do not close are left as they are."""
     r = tl.arange(0, ROWS)
     d = tl.arange(0, CHANNELS)
     tiles = (size + CHANNELS - 1) // CHANNELS
+    all_tiles = tiles + (next_size + CHANNELS - 1) // CHANNELS
+    of_token = 2 * COFF * (size + next_size)
+    own_size = size
+    of_product = product
+    of_ape = ape
+    of_state = state
+    own_page = state_page
+    to_row = out
     request = 0
     before = tl.program_id(0).to(tl.int64) * 0
-    for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
-        row = work // tiles
-        first_d = work % tiles * CHANNELS
+    for work in range(tl.program_id(0), rows * all_tiles, tl.num_programs(0)):
+        row = work // all_tiles
+        tile = work % all_tiles
+        if next_ape is not None:
+            of_next = tile >= tiles
+            tile -= tl.where(of_next, tiles, 0)
+            own_size = tl.where(of_next, next_size, size)
+            of_product = product + tl.where(of_next, 2 * COFF * size, 0)
+            of_ape = _own(ape, next_ape, of_next)
+            if state is not None:
+                of_state = _own(state, next_state, of_next)
+                own_page = tl.where(of_next, next_state_page, state_page)
+            to_row = out + tl.where(of_next, size, 0)
+        first_d = tile * CHANNELS
+        width = COFF * own_size
         request, before, number = _window(
             row, request, before, each, bounds, used, starts, tokens, requests, ratio, PACKED
         )
         first, start, count = _span(request, bounds, used, starts, tokens, PACKED)
-        on_d = (d < tl.where(number >= 0, size - first_d, 0))[None]
+        on_d = (d < tl.where(number >= 0, own_size - first_d, 0))[None]
         last = tl.where(number >= 0, ratio, 0)
         top = tl.full((CHANNELS,), float("-inf"), tl.float32)
         total = tl.zeros((CHANNELS,), tl.float32)
         acc = tl.zeros((CHANNELS,), tl.float32)
         for half in tl.static_range(COFF):
             base = (number - (COFF - 1) + half) * ratio
-            channel = half * size + first_d + d[None]
+            channel = half * own_size + first_d + d[None]
             begin = _within(-base, last)
             own = tl.maximum(_within(start - base, last), begin)
             end = _within(start + count - base, last)
@@ -304,7 +391,7 @@ def pool(
                         table + request.to(tl.int64) * table_row + tl.where(there, slot, 0)
                     )
                     there = there & (number_of >= 0) & (number_of < pages)
-                    of_page = state + tl.where(there, number_of, 0).to(tl.int64) * state_page
+                    of_page = of_state + tl.where(there, number_of, 0).to(tl.int64) * own_page
                     low = tl.maximum(at_page, begin).to(tl.int32)
                     high = tl.where(there, tl.minimum(at_page + page, own), 0).to(tl.int32)
                     for i in range(low, high, ROWS):
@@ -314,14 +401,14 @@ def pool(
                         z = tl.load(of_page + at + width, mask=on & on_d, other=0.0)
                         top, total, acc = _pooled(kv, z, on, top, total, acc)
             for i in range(own, end, ROWS):
-                at = (first + base - start + i + r)[:, None] * (2 * width) + channel
+                at = (first + base - start + i + r)[:, None] * of_token + channel
                 on = (r < end - i)[:, None]
-                kv = _added(product, at, on & on_d, parts, out_part)
-                z = _added(product, at + width, on & on_d, parts, out_part)
-                z += tl.load(ape + (i + r)[:, None] * width + channel, mask=on & on_d, other=0.0)
+                kv = _added(of_product, at, on & on_d, parts, out_part)
+                z = _added(of_product, at + width, on & on_d, parts, out_part)
+                z += tl.load(of_ape + (i + r)[:, None] * width + channel, mask=on & on_d, other=0.0)
                 top, total, acc = _pooled(kv, z, on, top, total, acc)
-        to = out + row.to(tl.int64) * size + first_d + d
-        tl.store(to, acc / total, mask=d < tl.where(number >= 0, size - first_d, 0))
+        to = to_row + row.to(tl.int64) * (size + next_size) + first_d + d
+        tl.store(to, acc / total, mask=d < tl.where(number >= 0, own_size - first_d, 0))
 
 
 @triton.jit
@@ -349,8 +436,8 @@ def _angle(x, SIZE: tl.constexpr, FULL: tl.constexpr):
 
 @entry.jit(
     do_not_specialize=[
-        "tokens", "requests", "each", "rows", "ratio", "angle_row", "epsilon", "values_page",
-        "scales_page", "table_row", "columns", "pages", "page",
+        "tokens", "requests", "each", "rows", "ratio", "pooled_row", "angle_row", "epsilon",
+        "values_page", "scales_page", "table_row", "columns", "pages", "page",
     ]
 )  # fmt: skip
 def finish(
@@ -370,6 +457,7 @@ def finish(
     each,
     rows,
     ratio,
+    pooled_row,
     angle_row,
     epsilon,
     values_page,
@@ -394,7 +482,7 @@ def finish(
             row, request, before, each, bounds, used, starts, tokens, requests, ratio, PACKED
         )
         closes = number >= 0
-        at = row.to(tl.int64) * SIZE
+        at = row.to(tl.int64) * pooled_row
         squares = 0.0
         if PLAIN > 0:
             d = tl.arange(0, PLAIN)
@@ -427,7 +515,7 @@ def finish(
         else:
             u = plain
         if out is not None:
-            tl.store(out + at + e, u.to(out.dtype.element_ty))
+            tl.store(out + row.to(tl.int64) * SIZE + e, u.to(out.dtype.element_ty))
         if values is not None:
             slot = tl.maximum(number, 0) // page
             there = closes & (slot < columns)
@@ -447,14 +535,16 @@ def finish(
 
 @entry.jit(
     do_not_specialize=[
-        "tokens", "requests", "rows", "size", "ratio", "parts", "out_part", "state_page",
-        "table_row", "columns", "pages", "page",
+        "tokens", "requests", "rows", "size", "next_size", "ratio", "parts", "out_part",
+        "state_page", "next_state_page", "table_row", "columns", "pages", "page",
     ]
 )  # fmt: skip
 def keep(
     product,
     ape,
+    next_ape,
     state,
+    next_state,
     table,
     bounds,
     used,
@@ -463,10 +553,12 @@ def keep(
     requests,
     rows,
     size,
+    next_size,
     ratio,
     parts,
     out_part,
     state_page,
+    next_state_page,
     table_row,
     columns,
     pages,
@@ -477,12 +569,27 @@ def keep(
     WIDTH: tl.constexpr,
 ):
     """The states of all tokens, or of those that a ring has room for."""
-    width = COFF * size
     w = tl.arange(0, WIDTH)
-    tiles = (width + WIDTH - 1) // WIDTH
-    for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
-        token = work // tiles
-        at = work % tiles * WIDTH
+    tiles = (COFF * size + WIDTH - 1) // WIDTH
+    all_tiles = tiles + (COFF * next_size + WIDTH - 1) // WIDTH
+    of_token = 2 * COFF * (size + next_size)
+    width = COFF * size
+    of_product = product
+    of_ape = ape
+    of_state = state
+    own_page = state_page
+    for work in range(tl.program_id(0), rows * all_tiles, tl.num_programs(0)):
+        token = work // all_tiles
+        tile = work % all_tiles
+        if next_ape is not None:
+            of_next = tile >= tiles
+            tile -= tl.where(of_next, tiles, 0)
+            width = COFF * tl.where(of_next, next_size, size)
+            of_product = product + tl.where(of_next, 2 * COFF * size, 0)
+            of_ape = _own(ape, next_ape, of_next)
+            of_state = _own(state, next_state, of_next)
+            own_page = tl.where(of_next, next_state_page, state_page)
+        at = tile * WIDTH
         if PACKED:
             request = ragged.request_of(token, bounds + 1, requests, tokens, True)
             inside = request < requests
@@ -502,29 +609,52 @@ def keep(
         number = tl.load(table + request.to(tl.int64) * table_row + tl.where(there, column, 0))
         there = there & (number >= 0) & (number < pages)
         on = w < tl.where(there, width - at, 0)
-        of_page = state + tl.where(there, number, 0).to(tl.int64) * state_page
+        of_page = of_state + tl.where(there, number, 0).to(tl.int64) * own_page
         to = of_page + tl.maximum(position, 0) % page * (2 * width) + at + w
-        from_ = token.to(tl.int64) * (2 * width) + at + w
-        z = _added(product, from_ + width, on, parts, out_part)
-        z += tl.load(ape + tl.maximum(position, 0) % ratio * width + at + w, mask=on, other=0.0)
-        tl.store(to, _added(product, from_, on, parts, out_part), mask=on)
+        from_ = token.to(tl.int64) * of_token + at + w
+        z = _added(of_product, from_ + width, on, parts, out_part)
+        z += tl.load(of_ape + tl.maximum(position, 0) % ratio * width + at + w, mask=on, other=0.0)
+        tl.store(to, _added(of_product, from_, on, parts, out_part), mask=on)
         tl.store(to + width, z, mask=on)
 
 
-def _cut(rows: int, width: int, depth: int) -> tuple[tune.Config, int]:
+def _cut(rows: int, widths: list[int], depth: int) -> tuple[tune.Config, int]:
     """Tiles, and the parts of the depth with which a core of 24 reads the least: from the shapes
     alone, like all that decides about a sum."""
     table = tune.TABLE["compressor.project"]
     tallest = max(config.tiles["ROWS"] for config in table)
     found = tune.ranked(table, "ROWS", min(rows, tallest))
     config = tune.choose("compressor.project", found)
-    height, columns, step = (config.tiles[name] for name in ("ROWS", "COLUMNS", "DEPTH"))
-    tiles = 2 * triton.cdiv(rows, height) * triton.cdiv(width, columns)
+    step = config.tiles["DEPTH"]
+    tiles = _tiles(rows, widths, config)
 
     def cost(n: int) -> int:
         return triton.cdiv(n * tiles, tiling.A3.cube_cores) * triton.cdiv(depth, n)
 
     return config, min([1, *(n for n in range(2, _PARTS + 1) if depth % (n * step) == 0)], key=cost)
+
+
+def _tiles(rows: int, widths: list[int], config: tune.Config) -> int:
+    across = sum(triton.cdiv(width, config.tiles["COLUMNS"]) for width in widths)
+    return 2 * triton.cdiv(rows, config.tiles["ROWS"]) * across
+
+
+class Own(NamedTuple):
+    """What each of two compressors of the same tokens has for itself."""
+
+    wkv: Tensor
+    wgate: Tensor
+    state_cache: Tensor
+    ape: Tensor
+    norm_weight: Tensor
+    cmp_cache: Tensor | None
+    cmp_scale_cache: Tensor | None
+
+
+def joined(first: Own, second: Own) -> bool:
+    """Whether both are one launch: their states lie in the same pages, and both have them."""
+    alike = first.state_cache.shape[:2] == second.state_cache.shape[:2]
+    return alike and first.state_cache.numel() * second.state_cache.numel() > 0
 
 
 def unsupported(x: Tensor, norm_weight: Tensor, kind: str, hadamard: bool, **_: Any) -> str | None:
@@ -562,7 +692,10 @@ def forward(
     hadamard: bool,
     hadamard_round: str,
     return_cmp_kv: bool,
+    second: Own | None = None,
 ) -> Tensor:
+    """`second`: of another compressor of these tokens, as `joined` wants it; of what it makes only
+    the pages."""
     size, shape = norm_weight.shape[0], compressed.rows(x, cu_seqlens, cmp_ratio)
     out = memory.empty((*shape, size) if return_cmp_kv else (0,), x.dtype, x.device)
     requests = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -570,26 +703,33 @@ def forward(
     rows, depth = flat.shape
     if rows * requests * size == 0:
         return out.zero_()
-    width = coff * size
-    config, parts = _cut(rows, width, depth)
+    first = Own(wkv, wgate, state_cache, ape, norm_weight, cmp_cache, cmp_scale_cache)
+    owns = [first] if second is None else [first, second]
+    sizes_of = [own.norm_weight.shape[0] for own in owns]
+    widths = [coff * each for each in sizes_of]
+    config, parts = _cut(rows, widths, depth)
     height, across, step = (config.tiles[name] for name in ("ROWS", "COLUMNS", "DEPTH"))
-    product = memory.empty((parts, rows, 2 * width), torch.float32, x.device)
-    tiles = 2 * parts * triton.cdiv(rows, height) * triton.cdiv(width, across)
-    project[(min(tiles, cores.cube()),)](
+    product = memory.empty((parts, rows, 2 * sum(widths)), torch.float32, x.device)
+    project[(min(parts * _tiles(rows, widths, config), cores.cube()),)](
         flat,
         wkv,
         wgate,
+        None if second is None else second.wkv,
+        None if second is None else second.wgate,
         product,
-        width,
+        widths[0],
+        sum(widths[1:]),
         rows,
         depth,
         parts,
         flat.stride(0),
         wkv.stride(0),
         wgate.stride(0),
+        0 if second is None else second.wkv.stride(0),
+        0 if second is None else second.wgate.stride(0),
         product.stride(0),
         WHOLE_M=rows % height == 0,
-        WHOLE_N=width % across == 0,
+        WHOLE_N=all(width % across == 0 for width in widths),
         WHOLE_K=depth % step == 0,
         **config.keywords,
     )
@@ -602,27 +742,36 @@ def forward(
         tokens=rows if packed else x.shape[1], requests=requests, ratio=cmp_ratio, PACKED=packed
     )
     entries = torch.Size(shape).numel()
-    of_sums = dict(size=size, parts=parts, out_part=product.stride(0), COFF=coff)
+    of_sums = dict(
+        ape=ape,
+        next_ape=None if second is None else second.ape,
+        size=size,
+        next_size=sum(sizes_of[1:]),
+        parts=parts,
+        out_part=product.stride(0),
+        COFF=coff,
+    )
     stateful = state_cache.numel() * state_block_table.numel() > 0
     of_state = dict(
         state=state_cache if stateful else None,
+        next_state=second.state_cache if stateful and second is not None else None,
         table=state_block_table,
         state_page=state_cache.stride(0),
+        next_state_page=0 if second is None else second.state_cache.stride(0),
         table_row=state_block_table.stride(0),
         columns=state_block_table.shape[1],
         pages=state_cache.shape[0],
         page=state_cache.shape[1],
         RING=cache_mode == compressed.RING,
     )
-    pooled = memory.empty((entries, size), torch.float32, x.device)
+    pooled = memory.empty((entries, sum(sizes_of)), torch.float32, x.device)
     each = max(shape[-1], 1)
-    stores = cmp_cache is not None and cmp_cache.numel() > 0 and cmp_block_table.numel() > 0
-    if entries and (return_cmp_kv or stores):
+    storing = [_stores(own, cmp_block_table) for own in owns]
+    if entries and (return_cmp_kv or any(storing)):
         config = tune.at_least("compressor.pool", "ROWS", min(cmp_ratio, 16))
-        works = entries * triton.cdiv(size, config.tiles["CHANNELS"])
-        pool[(min(works, cores.vector()),)](
+        tiles = sum(triton.cdiv(size, config.tiles["CHANNELS"]) for size in sizes_of)
+        pool[(min(entries * tiles, cores.vector()),)](
             product,
-            ape,
             out=pooled,
             each=each,
             rows=entries,
@@ -632,42 +781,55 @@ def forward(
             **of_state,
             **config.keywords,
         )
-        values, scales = cmp_cache if stores else None, cmp_scale_cache if stores else None
         sin, cos = (angles.flatten(0, -2) for angles in (rope_sin, rope_cos))
         if sin.stride(0) != cos.stride(0):
             sin, cos = sin.contiguous(), cos.contiguous()
         pairs = rotary_mode == compressed.PAIRS
-        finish[(min(entries, cores.vector()),)](
-            pooled,
-            norm_weight,
-            sin,
-            cos,
-            out=out if return_cmp_kv else None,
-            values=values,
-            scales=scales,
-            table=cmp_block_table,
-            each=each,
-            rows=entries,
-            angle_row=sin.stride(0),
-            epsilon=norm_eps,
-            values_page=0 if values is None else values.stride(0),
-            scales_page=0 if scales is None else scales.stride(0),
-            table_row=0 if cmp_block_table is None else cmp_block_table.stride(0),
-            columns=0 if cmp_block_table is None else cmp_block_table.shape[1],
-            pages=0 if values is None else values.shape[0],
-            page=1 if values is None else values.shape[1],
-            SIZE=size,
-            ROTARY=rope_head_dim,
-            PAIRS=pairs,
-            FULL=pairs and sin.shape[-1] == rope_head_dim,
-            **given,
-            **sizes,
-            **tune.only("compressor.finish").keywords,
-        )
+        for own, stores, of_own in zip(owns, storing, pooled.split(sizes_of, 1), strict=True):
+            returned = out if return_cmp_kv and own is first else None
+            if returned is None and not stores:
+                continue
+            values, scales = (
+                own.cmp_cache if stores else None,
+                own.cmp_scale_cache if stores else None,
+            )
+            finish[(min(entries, cores.vector()),)](
+                of_own,
+                own.norm_weight,
+                sin,
+                cos,
+                out=returned,
+                values=values,
+                scales=scales,
+                table=cmp_block_table,
+                each=each,
+                rows=entries,
+                pooled_row=pooled.stride(0),
+                angle_row=sin.stride(0),
+                epsilon=norm_eps,
+                values_page=0 if values is None else values.stride(0),
+                scales_page=0 if scales is None else scales.stride(0),
+                table_row=0 if cmp_block_table is None else cmp_block_table.stride(0),
+                columns=0 if cmp_block_table is None else cmp_block_table.shape[1],
+                pages=0 if values is None else values.shape[0],
+                page=1 if values is None else values.shape[1],
+                SIZE=own.norm_weight.shape[0],
+                ROTARY=rope_head_dim,
+                PAIRS=pairs,
+                FULL=pairs and sin.shape[-1] == rope_head_dim,
+                **given,
+                **sizes,
+                **tune.only("compressor.finish").keywords,
+            )
     if stateful:
         config = tune.only("compressor.keep")
-        works = rows * triton.cdiv(width, config.tiles["WIDTH"])
-        keep[(min(works, cores.vector()),)](
-            product, ape, rows=rows, **given, **sizes, **of_sums, **of_state, **config.keywords
+        tiles = sum(triton.cdiv(width, config.tiles["WIDTH"]) for width in widths)
+        keep[(min(rows * tiles, cores.vector()),)](
+            product, rows=rows, **given, **sizes, **of_sums, **of_state, **config.keywords
         )
     return out
+
+
+def _stores(own: Own, table: Tensor | None) -> bool:
+    cache = own.cmp_cache
+    return cache is not None and table is not None and cache.numel() * table.numel() > 0

@@ -50,9 +50,24 @@ STAGES = layer_v4.Stages(
 )
 
 
+class _Layer(layer_v4.Layer):
+    def compress(self, stages: layer_v4.Stages) -> None:
+        """Entries and index keys in the same launches."""
+        if self.idx_k is None:
+            return super().compress(stages)
+        start = self.starts()
+        entries, keys = self.of_entries(start), self.of_index_keys(start)
+        both = [
+            compressor.Own(*(x[name] for name in compressor.Own._fields)) for x in (entries, keys)
+        ]
+        if not compressor.joined(*both):
+            return super().compress(stages)
+        stages.compressor(**entries, second=both[1])
+
+
 def unsupported(**arguments: Any) -> str | None:
-    return layer_v4.Layer(**arguments).unsupported(REASONS)
+    return _Layer(**arguments).unsupported(REASONS)
 
 
 def forward(**arguments: Any) -> Tensor:
-    return layer_v4.Layer(**arguments).run(STAGES)
+    return _Layer(**arguments).run(STAGES)

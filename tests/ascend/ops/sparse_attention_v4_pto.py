@@ -236,10 +236,10 @@ CONTROLS = (
     Control(
         "index keys without ape",
         OP[4:],
-        "layer_v4.Layer(**arguments).run(STAGES)",
-        "layer_v4.Layer(**arguments | dict(idx_ape=arguments['idx_ape'] * 0)).run(STAGES)",
+        "_Layer(**arguments).run(STAGES)",
+        "_Layer(**arguments | dict(idx_ape=arguments['idx_ape'] * 0)).run(STAGES)",
         "CSA, everything selected",
     ),
 )
 # of a call by the case's name
-LAUNCHES = {"sliding": 10, "HCA": 14, "CSA, everything selected": 21}
+LAUNCHES = {"sliding": 10, "HCA": 14, "CSA, everything selected": 18}
