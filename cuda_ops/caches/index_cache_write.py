@@ -15,7 +15,9 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...dispatch.ops.caches.index_cache_write import Arguments
 from ..common import quantise
 from ..runtime import launches
 
@@ -61,34 +63,26 @@ def unsupported(k: Tensor, **_: Any) -> str | None:
     return quantise.unsupported(k=k)
 
 
-def forward(
-    k: Tensor,
-    values: Tensor,
-    scales: Tensor,
-    slots: Tensor,
-    kind: str,
-    scale_format: str,
-    index_hadamard: bool,
-    hadamard_round: str,
-) -> None:
+def forward(**x: Unpack[Arguments]) -> None:
+    k, values = x["k"], x["values"]
     if k.shape[0] * values.numel() == 0:
         return
     pages, page = values.shape[:2]
     launches.kernel(_write, triton.cdiv(k.shape[0], ROWS))(
         k,
         quantise.in_bytes(values),
-        scales,
-        slots,
+        x["scales"],
+        x["slots"],
         k.shape[0],
         page,
         pages * page,
         k.stride(0),
         values.stride(0),
-        scales.stride(0),
-        KIND=quantise.kind_of(kind),
-        UE8M0=scale_format == "ue8m0",
-        HADAMARD=index_hadamard,
-        BF16=hadamard_round == "bf16",
+        x["scales"].stride(0),
+        KIND=quantise.kind_of(x["kind"]),
+        UE8M0=x["scale_format"] == "ue8m0",
+        HADAMARD=x["index_hadamard"],
+        BF16=x["hadamard_round"] == "bf16",
         ROWS=ROWS,
         SIZE=k.shape[1],
         num_warps=4,

@@ -19,8 +19,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import quantised
+from ...dispatch.ops.caches.latent_cache_write import Arguments
 from ..common import quantise
 from ..runtime import launches
 
@@ -126,20 +128,12 @@ def unsupported(ckv: Tensor, **_: Any) -> str | None:
     return quantise.unsupported(ckv=ckv)
 
 
-def forward(
-    ckv: Tensor,
-    k_rope: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    kind: str,
-    row_layout: str,
-    scale_format: str,
-    k_nope_clip_alpha: Tensor | None,
-) -> None:
+def forward(**x: Unpack[Arguments]) -> None:
+    ckv, k_rope, rows, k_nope_clip_alpha = x["ckv"], x["k_rope"], x["rows"], x["k_nope_clip_alpha"]
     if ckv.shape[0] * rows.numel() == 0:
         return
     pages, page = rows.shape[:2]
-    if row_layout == quantised.V4:
+    if x["row_layout"] == quantised.V4:
         values, rope, scales = quantised.v4_parts(rows)
         tiles = ckv.shape[0] * quantised.V4_SCALES
         launches.kernel(_write_v4, triton.cdiv(tiles, 2 * TILES))(
@@ -148,7 +142,7 @@ def forward(
             values.view(torch.uint8),
             rope.view(torch.int16),
             scales,
-            slots,
+            x["slots"],
             tiles,
             page,
             pages * page,
@@ -163,7 +157,7 @@ def forward(
             num_warps=4,
         )
         return
-    parts = quantised.row_parts(rows, row_layout, quantised.VALUES[kind], torch.int16)
+    parts = quantised.row_parts(rows, x["row_layout"], quantised.VALUES[x["kind"]], torch.int16)
     values, rope, scales = parts
     of_row = quantised.LATENT // quantised.TILE
     tiles = ckv.shape[0] * of_row
@@ -173,7 +167,7 @@ def forward(
         quantise.in_bytes(values),
         rope,
         scales,
-        slots,
+        x["slots"],
         ckv if k_nope_clip_alpha is None else k_nope_clip_alpha,
         tiles,
         page,
@@ -183,8 +177,8 @@ def forward(
         *values.stride()[:2],
         *rope.stride()[:2],
         *scales.stride()[:2],
-        KIND=quantise.kind_of(kind),
-        UE8M0=scale_format == "ue8m0",
+        KIND=quantise.kind_of(x["kind"]),
+        UE8M0=x["scale_format"] == "ue8m0",
         ALPHA=k_nope_clip_alpha is not None,
         TILES=TILES,
         OF_ROW=of_row,

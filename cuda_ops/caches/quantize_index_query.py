@@ -16,8 +16,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory, quantised
+from ...dispatch.ops.caches.quantize_index_query import Arguments
 from ..common import quantise
 from ..runtime import launches
 
@@ -63,21 +65,14 @@ def unsupported(q: Tensor, weights: Tensor, **_: Any) -> str | None:
     return quantise.unsupported(q=q, weights=weights)
 
 
-def forward(
-    q: Tensor,
-    weights: Tensor,
-    kind: str,
-    fold: bool,
-    scale_format: str,
-    index_hadamard: bool,
-    hadamard_round: str,
-) -> tuple[Tensor, Tensor]:
-    values = memory.empty(q.shape, quantised.VALUES[kind], q.device)
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    q = x["q"]
+    values = memory.empty(q.shape, quantised.VALUES[x["kind"]], q.device)
     scales = memory.empty(q.shape[:-1], torch.float32, q.device)
     if scales.numel() == 0:
         return values, scales
     heads, size = q.shape[-2:]
-    flat, w = q.reshape(-1, heads, size), weights.reshape(-1, heads)
+    flat, w = q.reshape(-1, heads, size), x["weights"].reshape(-1, heads)
     launches.kernel(_quantise, triton.cdiv(scales.numel(), ROWS))(
         flat,
         w,
@@ -87,11 +82,11 @@ def forward(
         heads,
         *flat.stride()[:2],
         w.stride(0),
-        KIND=quantise.kind_of(kind),
-        UE8M0=scale_format == "ue8m0",
-        HADAMARD=index_hadamard,
-        BF16=hadamard_round == "bf16",
-        FOLD=fold,
+        KIND=quantise.kind_of(x["kind"]),
+        UE8M0=x["scale_format"] == "ue8m0",
+        HADAMARD=x["index_hadamard"],
+        BF16=x["hadamard_round"] == "bf16",
+        FOLD=x["fold"],
         ROWS=ROWS,
         SIZE=size,
         num_warps=4,

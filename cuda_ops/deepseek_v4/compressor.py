@@ -21,8 +21,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import compressed, memory, quantised
+from ...dispatch.ops.deepseek_v4.compressor import Arguments
 from ..common import quantise, rows
 from ..common.tiling import power_of_two
 from ..prolog import nz_matmul
@@ -569,54 +571,30 @@ def finish(
     )
 
 
-def forward(
-    x: Tensor,
-    wkv: Tensor,
-    wgate: Tensor,
-    state_cache: Tensor,
-    ape: Tensor,
-    norm_weight: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    rope_head_dim: int,
-    cmp_ratio: int,
-    state_block_table: Tensor,
-    cu_seqlens: Tensor | None,
-    seqused: Tensor | None,
-    start_pos: Tensor | None,
-    coff: int,
-    norm_eps: float,
-    rotary_mode: int,
-    cache_mode: int,
-    cmp_cache: Tensor | None,
-    cmp_scale_cache: Tensor | None,
-    cmp_block_table: Tensor | None,
-    kind: str,
-    hadamard: bool,
-    hadamard_round: str,
-    return_cmp_kv: bool,
-) -> Tensor:
-    size, shape = norm_weight.shape[0], compressed.rows(x, cu_seqlens, cmp_ratio)
+def forward(**a: Unpack[Arguments]) -> Tensor:
+    x, state_cache, cu_seqlens = a["x"], a["state_cache"], a["cu_seqlens"]
+    cmp_cache, kind, return_cmp_kv = a["cmp_cache"], a["kind"], a["return_cmp_kv"]
+    size, shape = a["norm_weight"].shape[0], compressed.rows(x, cu_seqlens, a["cmp_ratio"])
     out = memory.empty((*shape, size) if return_cmp_kv else (0,), x.dtype, x.device)
     if nothing(x, cu_seqlens, size):
         return out.zero_()
     made = pool(
         x,
-        wkv,
-        wgate,
-        ape,
+        a["wkv"],
+        a["wgate"],
+        a["ape"],
         size,
         shape,
         cu_seqlens,
-        seqused,
-        start_pos,
-        coff,
+        a["seqused"],
+        a["start_pos"],
+        a["coff"],
         state_cache,
-        state_block_table,
-        cache_mode == compressed.RING,
+        a["state_block_table"],
+        a["cache_mode"] == compressed.RING,
     )
     stored = dict(CACHE=cmp_cache is not None and cmp_cache.numel() > 0, OUT=return_cmp_kv)
-    values, scales, channels = cmp_cache, cmp_scale_cache, None
+    values, scales, channels = cmp_cache, a["cmp_scale_cache"], None
     if cmp_cache is not None and kind == "fp8" and size == quantised.V4_WIDTH:
         values, channels, scales = quantised.v4_parts(cmp_cache)
         values = quantise.in_bytes(values)
@@ -627,29 +605,29 @@ def forward(
         else:
             values = cmp_cache.view(quantised.VALUES[kind])
         values = quantise.in_bytes(values)
-        stored |= dict(KIND=quantise.kind_of(kind), BF16=hadamard_round == "bf16")
-    end = ending(rope_sin, size, rope_head_dim, rotary_mode, hadamard, **stored)
+        stored |= dict(KIND=quantise.kind_of(kind), BF16=a["hadamard_round"] == "bf16")
+    end = ending(a["rope_sin"], size, a["rope_head_dim"], a["rotary_mode"], a["hadamard"], **stored)
     if return_cmp_kv or end.CACHE:
         finish(
             made,
-            norm_weight,
-            rope_sin,
-            rope_cos,
-            norm_eps,
+            a["norm_weight"],
+            a["rope_sin"],
+            a["rope_cos"],
+            a["norm_eps"],
             out,
             end,
             values,
             scales,
             channels,
-            cmp_block_table,
+            a["cmp_block_table"],
         )
-    width = 2 * coff * size
+    width = 2 * a["coff"] * size
     tokens = made.product.shape[1]
-    if state_cache.numel() and state_block_table.numel():
+    if state_cache.numel() and a["state_block_table"].numel():
         launches.kernel(_keep, tokens, triton.cdiv(width, WIDE))(
             made.product,
             made.product.stride(0),
-            ape,
+            a["ape"],
             state_cache,
             state_cache.stride(0),
             **made.requests,

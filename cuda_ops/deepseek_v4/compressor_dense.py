@@ -9,35 +9,36 @@ any          nz_matmul.py, compressor.py
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import compressed, memory
+from ...dispatch.ops.deepseek_v4.compressor_dense import Arguments
 from .compressor import ending, finish, nothing, pool, unsupported
 
 __all__ = ["forward", "unsupported"]
 
 
-def forward(
-    x: Tensor,
-    wkv: Tensor,
-    wgate: Tensor,
-    ape: Tensor,
-    norm_weight: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    rope_head_dim: int,
-    cmp_ratio: int,
-    cu_seqlens: Tensor | None,
-    seqused: Tensor | None,
-    coff: int,
-    norm_eps: float,
-    rotary_mode: int,
-    hadamard: bool,
-) -> Tensor:
-    size, shape = norm_weight.shape[0], compressed.rows(x, cu_seqlens, cmp_ratio)
+def forward(**a: Unpack[Arguments]) -> Tensor:
+    x, cu_seqlens = a["x"], a["cu_seqlens"]
+    size, shape = a["norm_weight"].shape[0], compressed.rows(x, cu_seqlens, a["cmp_ratio"])
     out = memory.empty((*shape, size), x.dtype, x.device)
     if nothing(x, cu_seqlens, size):
         return out.zero_()
-    made = pool(x, wkv, wgate, ape, size, shape, cu_seqlens, seqused, None, coff, None, None, False)
-    end = ending(rope_sin, size, rope_head_dim, rotary_mode, hadamard)
-    finish(made, norm_weight, rope_sin, rope_cos, norm_eps, out, end)
+    made = pool(
+        x,
+        a["wkv"],
+        a["wgate"],
+        a["ape"],
+        size,
+        shape,
+        cu_seqlens,
+        a["seqused"],
+        None,
+        a["coff"],
+        None,
+        None,
+        False,
+    )
+    end = ending(a["rope_sin"], size, a["rope_head_dim"], a["rotary_mode"], a["hadamard"])
+    finish(made, a["norm_weight"], a["rope_sin"], a["rope_cos"], a["norm_eps"], out, end)
     return out

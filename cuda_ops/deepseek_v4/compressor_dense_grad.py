@@ -18,8 +18,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import compressed, memory
+from ...dispatch.ops.deepseek_v4.compressor_dense_grad import Arguments
 from ..common import quantise
 from ..common.tiling import power_of_two
 from ..runtime import launches
@@ -162,26 +164,12 @@ def _places(
     tl.store(d_ape + place * WIDTH + w, total, mask=w < WIDTH)
 
 
-def backward(
-    d_out: Tensor,
-    x: Tensor,
-    wkv: Tensor,
-    wgate: Tensor,
-    ape: Tensor,
-    norm_weight: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    rope_head_dim: int,
-    cmp_ratio: int,
-    cu_seqlens: Tensor | None,
-    seqused: Tensor | None,
-    coff: int,
-    norm_eps: float,
-    rotary_mode: int,
-    hadamard: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(**arguments: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x, wkv, wgate, ape = arguments["x"], arguments["wkv"], arguments["wgate"], arguments["ape"]
+    norm_weight, cu_seqlens = arguments["norm_weight"], arguments["cu_seqlens"]
+    coff = arguments["coff"]
     size, device = norm_weight.shape[0], x.device
-    width, shape = coff * size, [*d_out.shape[:-1]]
+    width, shape = coff * size, [*arguments["d_out"].shape[:-1]]
     d_ape = memory.empty(ape.shape, ape.dtype, device)
     if nothing(x, cu_seqlens, size):
         others = (memory.empty(a.shape, a.dtype, device).zero_() for a in (x, wkv, wgate))
@@ -195,7 +183,7 @@ def backward(
         size,
         shape,
         cu_seqlens,
-        seqused,
+        arguments["seqused"],
         None,
         coff,
         None,
@@ -205,8 +193,8 @@ def backward(
     )
     d_pooled = memory.empty(made.rows.shape, torch.float32, device)
     d_norm = memory.empty(made.rows.shape, torch.float32, device)
-    grads = d_out.flatten(0, -2)
-    sin, cos, angle_row = angles(rope_sin, rope_cos)
+    grads = arguments["d_out"].flatten(0, -2)
+    sin, cos, angle_row = angles(arguments["rope_sin"], arguments["rope_cos"])
     given = {n: made.requests[n] for n in ("bounds", "used", "starts", "tokens", "requests")}
     launches.kernel(_entry, made.rows.shape[0])(
         grads,
@@ -216,13 +204,19 @@ def backward(
         sin,
         cos,
         angle_row,
-        norm_eps,
+        arguments["norm_eps"],
         d_pooled,
         d_norm,
         **given,
         each=made.each,
         C=made.constants,
-        E=ending(rope_sin, size, rope_head_dim, rotary_mode, hadamard),
+        E=ending(
+            arguments["rope_sin"],
+            size,
+            arguments["rope_head_dim"],
+            arguments["rotary_mode"],
+            arguments["hadamard"],
+        ),
         num_warps=4,
     )
     tokens = made.product.shape[1]
@@ -240,14 +234,14 @@ def backward(
         each=made.each,
         C=made.constants,
         BLOCK_D=block,
-        BLOCK_L=min(16, power_of_two(coff * cmp_ratio)),
+        BLOCK_L=min(16, power_of_two(coff * arguments["cmp_ratio"])),
         num_warps=4,
     )
     block = min(BLOCK, power_of_two(width))
-    launches.kernel(_places, cmp_ratio, triton.cdiv(width, block))(
+    launches.kernel(_places, arguments["cmp_ratio"], triton.cdiv(width, block))(
         d_product, d_ape, **given, C=made.constants, BLOCK_W=block, BLOCK_L=16, num_warps=4
     )
-    absent = compressed.tokens_of(x, cu_seqlens, seqused, None).position < 0
+    absent = compressed.tokens_of(x, cu_seqlens, arguments["seqused"], None).position < 0
     flat = x.flatten(0, -2).masked_fill(absent[:, None], 0)
     d_kv, d_z = d_product.to(x.dtype).chunk(2, 1)
     d_x = torch.addmm(d_kv @ wkv, d_z, wgate).view(x.shape)

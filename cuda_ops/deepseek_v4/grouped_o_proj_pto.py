@@ -27,8 +27,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory, nz, quantised
+from ...dispatch.ops.deepseek_v4.grouped_o_proj_pto import Arguments
 from ..common import gpu, handover, tiling
 from ..common.tiling import cdiv, power_of_two
 from ..prolog import quantised_matmul
@@ -218,28 +220,19 @@ def unsupported(attn_out: Tensor, **_: Any) -> str | None:
     return prolog.unsupported(attn_out)
 
 
-def forward(
-    attn_out: Tensor,
-    w_o_a: Tensor,
-    w_o_b: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    weight_format: str,
-    dequant_scale_w_o_a: Tensor | None,
-    dequant_scale_w_o_b: Tensor | None,
-    **_: Any,
-) -> Tensor:
+def forward(**a: Unpack[Arguments]) -> Tensor:
+    attn_out, w_o_a, weight_format = a["attn_out"], a["w_o_a"], a["weight_format"]
     front, dtype = attn_out.shape[:2], attn_out.dtype
-    hidden, ranks = (nz.columns_of(w, weight_format) for w in (w_o_b, w_o_a))
+    hidden, ranks = (nz.columns_of(w, weight_format) for w in (a["w_o_b"], w_o_a))
     if front.numel() == 0:
         return memory.empty((*front, hidden), dtype, attn_out.device)
-    if dequant_scale_w_o_a is None:
+    if a["dequant_scale_w_o_a"] is None:
         x = attn_out.flatten(0, 1)
-        y = _by_groups(x, w_o_a, weight_format, rope_sin, rope_cos, ranks)
+        y = _by_groups(x, w_o_a, weight_format, a["rope_sin"], a["rope_cos"], ranks)
     else:
-        x = _turned_back(attn_out, rope_sin, rope_cos, w_o_a.shape[0], first=True)
-        y = _narrow_groups(x, Weight(w_o_a, ranks, dequant_scale_w_o_a), weight_format)
-    of_hidden = Weight(w_o_b, hidden, dequant_scale_w_o_b)
+        x = _turned_back(attn_out, a["rope_sin"], a["rope_cos"], w_o_a.shape[0], first=True)
+        y = _narrow_groups(x, Weight(w_o_a, ranks, a["dequant_scale_w_o_a"]), weight_format)
+    of_hidden = Weight(a["w_o_b"], hidden, a["dequant_scale_w_o_b"])
     [out] = later_products(_whole(y, dtype), [of_hidden], weight_format, "ue8m0")
     return _whole(out, dtype).view(*front, hidden)
 

@@ -20,8 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.deepseek_v4.hc_pre import Arguments
 from ..common import gpu, handover
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
@@ -255,17 +257,8 @@ def unsupported(x: Tensor, **_: Any) -> str | None:
     return hyper_connections.unsupported(x, "x")
 
 
-def forward(
-    x: Tensor,
-    hc_fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    hc_sinkhorn_iters: int,
-    norm_eps: float,
-    hc_eps: float,
-    norm_weight: Tensor | None,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
+    x, hc_fn = a["x"], a["hc_fn"]
     y, post, comb = outputs(x, hc_fn)
     streams = x.flatten(0, -3)
     if x.numel():
@@ -273,12 +266,12 @@ def forward(
             streams,
             mix(streams, hc_fn),
             hc_fn,
-            hc_scale,
-            hc_base,
-            hc_sinkhorn_iters,
-            norm_eps,
-            hc_eps,
-            norm_weight,
+            a["hc_scale"],
+            a["hc_base"],
+            a["hc_sinkhorn_iters"],
+            a["norm_eps"],
+            a["hc_eps"],
+            a["norm_weight"],
             y,
             post,
             comb,

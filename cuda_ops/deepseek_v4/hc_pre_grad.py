@@ -20,8 +20,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.deepseek_v4.hc_pre_grad import Arguments
 from ..common import gpu
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
@@ -250,20 +252,8 @@ def unsupported(x: Tensor, **_: Any) -> str | None:
     return hyper_connections.unsupported(x, "x")
 
 
-def backward(
-    x: Tensor,
-    hc_fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    d_y: Tensor,
-    d_post: Tensor,
-    d_comb: Tensor,
-    hc_sinkhorn_iters: int,
-    norm_eps: float,
-    hc_eps: float,
-    norm_weight: Tensor | None,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x, hc_fn, norm_weight = a["x"], a["hc_fn"], a["norm_weight"]
     device, count, hidden = x.device, hc_fn.shape[0], x.shape[-1]
     streams = x.flatten(0, -3)
     tokens = streams.shape[0]
@@ -279,19 +269,19 @@ def backward(
         runs, width = partial.shape[0], partial.shape[2]
         products = memory.empty((tokens, width), torch.float32, device)
         kept = memory.empty((tokens, KEPT), torch.float32, device)
-        noted = memory.empty((programs, 2 * hc_sinkhorn_iters, 16), torch.float32, device)
-        weight = hc_base if norm_weight is None else norm_weight
+        noted = memory.empty((programs, 2 * a["hc_sinkhorn_iters"], 16), torch.float32, device)
+        weight = a["hc_base"] if norm_weight is None else norm_weight
         shape = dict(COUNT=count, WIDTH=width)
         norm = dict(KEPT=KEPT, NORM=norm_weight is not None)
         launches.kernel(_inner, programs)(
             streams,
             partial,
-            hc_scale,
-            hc_base,
+            a["hc_scale"],
+            a["hc_base"],
             weight,
-            d_y,
-            d_post,
-            d_comb,
+            a["d_y"],
+            a["d_post"],
+            a["d_comb"],
             products,
             kept,
             noted,
@@ -300,9 +290,9 @@ def backward(
             tokens,
             runs,
             hidden,
-            hc_sinkhorn_iters,
-            norm_eps,
-            hc_eps,
+            a["hc_sinkhorn_iters"],
+            a["norm_eps"],
+            a["hc_eps"],
             each,
             BLOCK_D=power_of_two(hidden),
             num_warps=hyper_connections.warps(hidden),
@@ -314,7 +304,7 @@ def backward(
             streams,
             hc_fn,
             weight,
-            d_y,
+            a["d_y"],
             products,
             kept,
             d_x,

@@ -22,8 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory, nz, quantised
+from ...dispatch.ops.deepseek_v4.sharedkv_prolog_pto import Arguments
 from ..caches import latent_cache_write
 from ..common import gpu, quantise
 from ..common.tiling import cdiv, power_of_two
@@ -267,44 +269,25 @@ def unsupported(
     return against
 
 
-def forward(
-    token_x: Tensor,
-    w_dq: Tensor,
-    w_uq: Tensor,
-    w_kv: Tensor,
-    gamma_cq: Tensor,
-    gamma_kv: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    ori_kv: Tensor,
-    ori_block_table: Tensor,
-    act_seqs: Tensor,
-    seqused: Tensor | None,
-    w_idx_qb: Tensor | None,
-    w_idx_proj: Tensor | None,
-    rms_norm_eps: float,
-    weight_format: str,
-    kv_kind: str,
-    index_hadamard: bool,
-    hadamard_round: str,
-    dequant_scale_w_dq: Tensor | None,
-    dequant_scale_w_uq: Tensor | None,
-    dequant_scale_w_kv: Tensor | None,
-    dequant_scale_w_idx_qb: Tensor | None,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    token_x, rope_sin, ori_kv, act_seqs = x["token_x"], x["rope_sin"], x["ori_kv"], x["act_seqs"]
+    seqused, w_idx_qb, w_idx_proj = x["seqused"], x["w_idx_qb"], x["w_idx_proj"]
+    weight_format = x["weight_format"]
     requests, steps, hidden = token_x.shape
     tokens, dtype, device = requests * steps, token_x.dtype, token_x.device
-    ranks, size, rotary = gamma_cq.shape[0], gamma_kv.shape[0], rope_sin.shape[-1]
-    heads = nz.columns_of(w_uq, weight_format) // size
+    ranks, size, rotary = x["gamma_cq"].shape[0], x["gamma_kv"].shape[0], rope_sin.shape[-1]
+    heads = nz.columns_of(x["w_uq"], weight_format) // size
     index_heads = index_size = 0
-    first = [Weight(w_dq, ranks, dequant_scale_w_dq), Weight(w_kv, size, dequant_scale_w_kv)]
-    second = [Weight(w_uq, heads * size, dequant_scale_w_uq)]
+    first = [
+        Weight(x["w_dq"], ranks, x["dequant_scale_w_dq"]),
+        Weight(x["w_kv"], size, x["dequant_scale_w_kv"]),
+    ]
+    second = [Weight(x["w_uq"], heads * size, x["dequant_scale_w_uq"])]
     if w_idx_qb is not None and w_idx_proj is not None:
         index_heads = nz.columns_of(w_idx_proj, weight_format)
         index_size = nz.columns_of(w_idx_qb, weight_format) // index_heads
         first.append(Weight(w_idx_proj, index_heads, None))
-        second.append(Weight(w_idx_qb, index_heads * index_size, dequant_scale_w_idx_qb))
+        second.append(Weight(w_idx_qb, index_heads * index_size, x["dequant_scale_w_idx_qb"]))
     front = (requests, steps)
     index_front = (*front, index_heads) if index_heads else (0,)
     query = memory.empty((*front, heads, size), dtype, device)
@@ -319,7 +302,7 @@ def forward(
         token_x.view(tokens, hidden), {}, first, weight_format, "ue8m0", dtype
     )
     of_heads = proj[0] if proj else down
-    later, rows, slots = kv_kind == "fp8", ori_kv, act_seqs
+    later, rows, slots = x["kv_kind"] == "fp8", ori_kv, act_seqs
     if later:
         rows = memory.empty((tokens, size), torch.bfloat16, device)
         slots = memory.empty((tokens,), torch.int64, device)
@@ -327,11 +310,11 @@ def forward(
         down,
         row_sums,
         of_heads,
-        gamma_cq,
-        gamma_kv,
+        x["gamma_cq"],
+        x["gamma_kv"],
         rope_sin,
-        rope_cos,
-        ori_block_table,
+        x["rope_cos"],
+        x["ori_block_table"],
         act_seqs,
         used,
         rows,
@@ -340,10 +323,10 @@ def forward(
         weights,
         tokens,
         steps,
-        ori_block_table.shape[1],
+        x["ori_block_table"].shape[1],
         ori_kv.shape[0],
         ori_kv.stride(0),
-        rms_norm_eps,
+        x["rms_norm_eps"],
         C=TokenConstants(
             Q=ranks,
             D=size,
@@ -366,7 +349,14 @@ def forward(
     if later:
         values = quantised.V4_VALUES
         latent_cache_write.forward(
-            rows[:, :values], rows[:, values:], ori_kv, slots, "fp8", quantised.V4, "ue8m0", None
+            ckv=rows[:, :values],
+            k_rope=rows[:, values:],
+            rows=ori_kv,
+            slots=slots,
+            kind="fp8",
+            row_layout=quantised.V4,
+            scale_format="ue8m0",
+            k_nope_clip_alpha=None,
         )
     q, *index = quantised_stages.later_products(
         query_norm.view(tokens, ranks), second, weight_format, "ue8m0"
@@ -379,14 +369,14 @@ def forward(
         q,
         of_index,
         rope_sin,
-        rope_cos,
+        x["rope_cos"],
         act_seqs,
         used,
         query,
         query_index,
         tokens,
         steps,
-        rms_norm_eps,
+        x["rms_norm_eps"],
         C=HeadConstants(
             N=heads,
             D=size,
@@ -400,8 +390,8 @@ def forward(
             BLOCK_N=BLOCK_N,
             BLOCK_I=BLOCK_I,
             USED=seqused is not None,
-            HADAMARD=index_hadamard,
-            BF16=hadamard_round == "bf16",
+            HADAMARD=x["index_hadamard"],
+            BF16=x["hadamard_round"] == "bf16",
             CHAINED=chained,
         ),
         num_warps=4,

@@ -14,12 +14,12 @@ until its LayerNorm.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory, quantised
+from ...dispatch.ops.prolog.indexer_prolog_pto import Arguments
 from . import quantised_matmul, quantised_stages, stages
 from .nz_matmul import product
 from .quantised_matmul import Rows, Weight
@@ -29,132 +29,88 @@ def unsupported(token_x: Tensor, **_: object) -> str | None:
     return stages.unsupported(token_x)
 
 
-def forward(
-    token_x: Tensor,
-    query_norm: Tensor,
-    weight_qb: Tensor,
-    weight_k: Tensor,
-    weight_proj: Tensor,
-    ln_gamma_k: Tensor,
-    ln_beta_k: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    index_k_cache: Tensor,
-    cache_index: Tensor,
-    ln_epsilon: float,
-    rope_interleaved: bool,
-    weight_format: str,
-    weight_quant_mode: int,
-    kv_cache_quant_mode: int,
-    **of_8_bits: Any,
-) -> tuple[Tensor, Tensor]:
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    token_x = x["token_x"]
     requests, steps, hidden = token_x.shape
-    ranks, size = query_norm.shape[-1], ln_gamma_k.shape[0]
-    heads = weight_qb.numel() // (ranks * size)
+    ranks, size = x["query_norm"].shape[-1], x["ln_gamma_k"].shape[0]
+    heads = x["weight_qb"].numel() // (ranks * size)
     tokens, device = requests * steps, token_x.device
     if tokens == 0:
         kinds = (
-            (index_k_cache.dtype, torch.float32) if kv_cache_quant_mode else 2 * (token_x.dtype,)
+            (x["index_k_cache"].dtype, torch.float32)
+            if x["kv_cache_quant_mode"]
+            else 2 * (token_x.dtype,)
         )
         query_index = memory.empty((requests, steps, heads, size), kinds[0], device)
         return query_index, memory.empty((requests, steps, heads), kinds[1], device)
-    if weight_quant_mode or kv_cache_quant_mode:
-        return _of_8_bits(
-            token_x,
-            query_norm,
-            weight_qb,
-            weight_k,
-            weight_proj,
-            ln_gamma_k,
-            ln_beta_k,
-            rope_sin,
-            rope_cos,
-            index_k_cache,
-            cache_index,
-            ln_epsilon,
-            rope_interleaved,
-            weight_format,
-            **of_8_bits,
-        )
+    if x["weight_quant_mode"] or x["kv_cache_quant_mode"]:
+        return _of_8_bits(**x)
     weights = memory.empty((requests, steps, heads), token_x.dtype, device)
     partial = product(
         token_x.view(tokens, hidden),
-        [(weight_k, size), (weight_proj, heads)],
-        weight_format,
+        [(x["weight_k"], size), (x["weight_proj"], heads)],
+        x["weight_format"],
         keep_float=True,
         first=True,
     )
     index = stages.Index(
-        ln_gamma_k, ln_beta_k, index_k_cache, weights, ln_epsilon, rope_interleaved
+        x["ln_gamma_k"],
+        x["ln_beta_k"],
+        x["index_k_cache"],
+        weights,
+        x["ln_epsilon"],
+        x["rope_interleaved"],
     )
-    stages.token_stage(partial, rope_sin, rope_cos, cache_index, None, index)
+    stages.token_stage(partial, x["rope_sin"], x["rope_cos"], x["cache_index"], None, index)
     query_index = stages.index_heads(
-        query_norm.view(tokens, ranks),
-        weight_qb,
-        weight_format,
+        x["query_norm"].view(tokens, ranks),
+        x["weight_qb"],
+        x["weight_format"],
         size,
-        rope_sin,
-        rope_cos,
+        x["rope_sin"],
+        x["rope_cos"],
         (requests, steps),
-        rope_interleaved,
+        x["rope_interleaved"],
         late=True,
     )
     return query_index, weights
 
 
-def _of_8_bits(
-    token_x: Tensor,
-    query_norm: Tensor,
-    weight_qb: Tensor,
-    weight_k: Tensor,
-    weight_proj: Tensor,
-    ln_gamma_k: Tensor,
-    ln_beta_k: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    index_k_cache: Tensor,
-    cache_index: Tensor,
-    ln_epsilon: float,
-    rope_interleaved: bool,
-    weight_format: str,
-    index_k_scale_cache: Tensor | None,
-    dequant_scale_q_norm: Tensor | None,
-    dequant_scale_w_qb: Tensor | None,
-    dequant_scale_w_k: Tensor | None,
-    smooth_scales_cq: Tensor | None,
-    index_hadamard: bool,
-    hadamard_round: str,
-    scale_format: str,
-) -> tuple[Tensor, Tensor]:
+def _of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    token_x, weight_qb, weight_k = a["token_x"], a["weight_qb"], a["weight_k"]
+    weight_format, scale_format = a["weight_format"], a["scale_format"]
     shape, hidden = (token_x.shape[0], token_x.shape[1]), token_x.shape[-1]
-    ranks, size = query_norm.shape[-1], ln_gamma_k.shape[0]
+    ranks, size = a["query_norm"].shape[-1], a["ln_gamma_k"].shape[0]
     heads = weight_qb.numel() // (ranks * size)
     of = quantised_stages.Index(
-        ln_gamma_k,
-        ln_beta_k,
-        ln_epsilon,
-        index_k_cache,
-        index_k_scale_cache,
-        cache_index,
-        rope_sin,
-        rope_cos,
-        rope_interleaved,
-        index_hadamard,
-        hadamard_round,
+        a["ln_gamma_k"],
+        a["ln_beta_k"],
+        a["ln_epsilon"],
+        a["index_k_cache"],
+        a["index_k_scale_cache"],
+        a["cache_index"],
+        a["rope_sin"],
+        a["rope_cos"],
+        a["rope_interleaved"],
+        a["index_hadamard"],
+        a["hadamard_round"],
         scale_format,
     )
-    x, c = token_x.view(-1, hidden), Rows(query_norm.view(-1, ranks), dequant_scale_q_norm)
+    x, c = (
+        token_x.view(-1, hidden),
+        Rows(a["query_norm"].view(-1, ranks), a["dequant_scale_q_norm"]),
+    )
     rows: dict[torch.dtype, Rows] = {}
     kind, made = quantised.kind_of(weight_qb.dtype), []
     if kind is not None:
         of_x = [(x, None)] if weight_k.dtype is weight_qb.dtype else []
-        of_c = [(c.values, smooth_scales_cq)] if c.scale is None else []
+        of_c = [(c.values, a["smooth_scales_cq"])] if c.scale is None else []
         made = quantised_matmul.activations([*of_x, *of_c], kind, scale_format)
         if of_x:
             rows[weight_k.dtype] = made[0]
         if of_c:
             c = made[-1]
-    weight = Weight(weight_qb, heads * size, dequant_scale_w_qb)
+    weight = Weight(weight_qb, heads * size, a["dequant_scale_w_qb"])
     # the largest weight first: what x is multiplied by comes beside it
     q = quantised_stages.index_product(
         c, weight, weight_format, of, first=not made, second=bool(made)
@@ -162,7 +118,7 @@ def _of_8_bits(
     key, proj = quantised_stages.first_products(
         x,
         rows,
-        [Weight(weight_k, size, dequant_scale_w_k), Weight(weight_proj, heads, None)],
+        [Weight(weight_k, size, a["dequant_scale_w_k"]), Weight(a["weight_proj"], heads, None)],
         weight_format,
         scale_format,
         token_x.dtype,

@@ -22,8 +22,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory, quantised
+from ...dispatch.ops.prolog.mla_prolog_pto import Arguments
 from . import quantised_matmul, quantised_stages, stages
 from .nz_matmul import product
 from .quantised_matmul import Rows, Weight
@@ -38,30 +40,11 @@ def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return query, query_rope, query_norm
 
 
-def with_rows(
-    token_x: Tensor,
-    weight_dq: Tensor,
-    weight_uq_qr: Tensor,
-    weight_uk: Tensor,
-    weight_dkv_kr: Tensor,
-    rmsnorm_gamma_cq: Tensor,
-    rmsnorm_gamma_ckv: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    cache_index: Tensor,
-    rmsnorm_epsilon_cq: float,
-    rmsnorm_epsilon_ckv: float,
-    rope_interleaved: bool,
-    weight_format: str,
-    weight_quant_mode: int,
-    kv_cache_quant_mode: int,
-    **of_8_bits: Any,
-) -> tuple[Tensor, Tensor, Tensor, Rows]:
+def with_rows(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
     """Behind the outputs the query norm as its product takes it."""
+    token_x, rmsnorm_gamma_cq, rope_sin = x["token_x"], x["rmsnorm_gamma_cq"], x["rope_sin"]
     requests, steps, hidden = token_x.shape
-    heads, _, rank = weight_uk.shape
+    heads, _, rank = x["weight_uk"].shape
     ranks, rotary = rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]
     dtype, device = rmsnorm_gamma_cq.dtype, token_x.device
     tokens = requests * steps
@@ -69,130 +52,89 @@ def with_rows(
         query = memory.empty((requests, steps, heads, rank), dtype, device)
         query_rope = memory.empty((requests, steps, heads, rotary), dtype, device)
         query_norm = memory.empty((requests, steps, ranks), dtype, device)
-        return query, query_rope, query_norm, quantised_matmul.none(weight_uq_qr.dtype, query_norm)
-    if weight_quant_mode or kv_cache_quant_mode:
-        return _of_8_bits(
-            token_x,
-            weight_dq,
-            weight_uq_qr,
-            weight_uk,
-            weight_dkv_kr,
-            rmsnorm_gamma_cq,
-            rmsnorm_gamma_ckv,
-            rope_sin,
-            rope_cos,
-            kv_cache,
-            kr_cache,
-            cache_index,
-            rmsnorm_epsilon_cq,
-            rmsnorm_epsilon_ckv,
-            rope_interleaved,
-            weight_format,
-            kv_cache_quant_mode,
-            **of_8_bits,
+        return (
+            query,
+            query_rope,
+            query_norm,
+            quantised_matmul.none(x["weight_uq_qr"].dtype, query_norm),
         )
+    if x["weight_quant_mode"] or x["kv_cache_quant_mode"]:
+        return _of_8_bits(**x)
     query_norm = memory.empty((requests, steps, ranks), dtype, device)
     partial = product(
         token_x.view(tokens, hidden),
-        [(weight_dq, ranks), (weight_dkv_kr, rank + rotary)],
-        weight_format,
+        [(x["weight_dq"], ranks), (x["weight_dkv_kr"], rank + rotary)],
+        x["weight_format"],
         keep_float=True,
         first=True,
     )
     latent = stages.Latent(
         rmsnorm_gamma_cq,
-        rmsnorm_gamma_ckv,
-        kv_cache,
-        kr_cache,
+        x["rmsnorm_gamma_ckv"],
+        x["kv_cache"],
+        x["kr_cache"],
         query_norm,
-        rmsnorm_epsilon_cq,
-        rmsnorm_epsilon_ckv,
-        rope_interleaved,
+        x["rmsnorm_epsilon_cq"],
+        x["rmsnorm_epsilon_ckv"],
+        x["rope_interleaved"],
     )
-    stages.token_stage(partial, rope_sin, rope_cos, cache_index, latent, None)
+    stages.token_stage(partial, rope_sin, x["rope_cos"], x["cache_index"], latent, None)
     query, query_rope = stages.query_heads(
         query_norm.view(tokens, ranks),
-        weight_uq_qr,
-        weight_format,
-        weight_uk,
+        x["weight_uq_qr"],
+        x["weight_format"],
+        x["weight_uk"],
         rope_sin,
-        rope_cos,
+        x["rope_cos"],
         (requests, steps),
-        rope_interleaved,
+        x["rope_interleaved"],
     )
     return query, query_rope, query_norm, Rows(query_norm)
 
 
-def _of_8_bits(
-    token_x: Tensor,
-    weight_dq: Tensor,
-    weight_uq_qr: Tensor,
-    weight_uk: Tensor,
-    weight_dkv_kr: Tensor,
-    rmsnorm_gamma_cq: Tensor,
-    rmsnorm_gamma_ckv: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    cache_index: Tensor,
-    rmsnorm_epsilon_cq: float,
-    rmsnorm_epsilon_ckv: float,
-    rope_interleaved: bool,
-    weight_format: str,
-    kv_cache_quant_mode: int,
-    dequant_scale_x: Tensor | None,
-    dequant_scale_w_dq: Tensor | None,
-    dequant_scale_w_uq_qr: Tensor | None,
-    dequant_scale_w_dkv_kr: Tensor | None,
-    smooth_scales_cq: Tensor | None,
-    k_nope_clip_alpha: Tensor | None,
-    kv_cache_dtype: int | None,
-    row_layout: str,
-    scale_format: str,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Rows]:
+def _of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
+    token_x, rmsnorm_gamma_cq, rope_sin = a["token_x"], a["rmsnorm_gamma_cq"], a["rope_sin"]
     shape, hidden = (token_x.shape[0], token_x.shape[1]), token_x.shape[-1]
-    heads, plain, rank = weight_uk.shape
+    heads, plain, rank = a["weight_uk"].shape
     ranks, rotary = rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]
     x = token_x.view(-1, hidden)
     down, latent = quantised_stages.first_products(
         x,
-        {} if dequant_scale_x is None else {x.dtype: Rows(x, dequant_scale_x)},
+        {} if a["dequant_scale_x"] is None else {x.dtype: Rows(x, a["dequant_scale_x"])},
         [
-            Weight(weight_dq, ranks, dequant_scale_w_dq),
-            Weight(weight_dkv_kr, rank + rotary, dequant_scale_w_dkv_kr),
+            Weight(a["weight_dq"], ranks, a["dequant_scale_w_dq"]),
+            Weight(a["weight_dkv_kr"], rank + rotary, a["dequant_scale_w_dkv_kr"]),
         ],
-        weight_format,
-        scale_format,
+        a["weight_format"],
+        a["scale_format"],
         rmsnorm_gamma_cq.dtype,
     )
     of = quantised_stages.Latent(
         rmsnorm_gamma_cq,
-        rmsnorm_gamma_ckv,
-        rmsnorm_epsilon_cq,
-        rmsnorm_epsilon_ckv,
-        quantised.typed(kv_cache, kv_cache_dtype),
-        kr_cache,
-        cache_index,
+        a["rmsnorm_gamma_ckv"],
+        a["rmsnorm_epsilon_cq"],
+        a["rmsnorm_epsilon_ckv"],
+        quantised.typed(a["kv_cache"], a["kv_cache_dtype"]),
+        a["kr_cache"],
+        a["cache_index"],
         rope_sin,
-        rope_cos,
-        rope_interleaved,
-        kv_cache_quant_mode == 3,
-        row_layout,
-        scale_format,
-        k_nope_clip_alpha,
+        a["rope_cos"],
+        a["rope_interleaved"],
+        a["kv_cache_quant_mode"] == 3,
+        a["row_layout"],
+        a["scale_format"],
+        a["k_nope_clip_alpha"],
     )
-    kind = quantised.kind_of(weight_uq_qr.dtype)
-    query_norm, c = quantised_stages.latent_tokens(down, latent, of, kind, smooth_scales_cq)
+    kind = quantised.kind_of(a["weight_uq_qr"].dtype)
+    query_norm, c = quantised_stages.latent_tokens(down, latent, of, kind, a["smooth_scales_cq"])
     query, query_rope = quantised_stages.query_heads(
         c,
-        Weight(weight_uq_qr, heads * (plain + rotary), dequant_scale_w_uq_qr),
-        weight_format,
-        weight_uk,
+        Weight(a["weight_uq_qr"], heads * (plain + rotary), a["dequant_scale_w_uq_qr"]),
+        a["weight_format"],
+        a["weight_uk"],
         rope_sin,
-        rope_cos,
+        a["rope_cos"],
         shape,
-        rope_interleaved,
+        a["rope_interleaved"],
     )
     return query, query_rope, query_norm.view(*shape, ranks), c

@@ -34,6 +34,7 @@ ALLOWED = {
         "dispatch.common",
         "dispatch.errors",
         "dispatch.log",
+        "dispatch.ops",
         "dispatch.versions",
         "cuda_ops",
     ),
