@@ -28,8 +28,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.indexer.indexer_loss import Arguments
 from ..common import gpu, rows
 from ..common.log2 import LOG2E
 from ..common.loss import (
@@ -295,18 +297,9 @@ def _on_hopper(
     )
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    index_score: Tensor,
-    indices: Tensor,
-    scaling: float,
-    chunk_offset: int,
-    eps: float,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    softmax_lse: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    query, key, indices, chunk_offset = x["query"], x["key"], x["indices"], x["chunk_offset"]
+    query_rope, key_rope, softmax_lse = x["query_rope"], x["key_rope"], x["softmax_lse"]
     B, N, S, D = query.shape
     K, key_length = indices.shape[2], key.shape[1]
     chunk_offset = min(chunk_offset, key_length)  # with the row's number it stays within 32 bits
@@ -318,7 +311,15 @@ def forward(
     DR = 0 if query_rope is None else query_rope.shape[-1]
     if hopper.supports(query, key, query_rope, key_rope, softmax_lse):
         _on_hopper(
-            query, key, indices, scaling, chunk_offset, query_rope, key_rope, softmax_lse, target
+            query,
+            key,
+            indices,
+            x["scaling"],
+            chunk_offset,
+            query_rope,
+            key_rope,
+            softmax_lse,
+            target,
         )
     else:
         tile = tiles(N, pieces(D, DR), softmax_lse is not None, query.device)
@@ -331,7 +332,7 @@ def forward(
             indices,
             softmax_lse,
             target,
-            scaling * LOG2E.value,
+            x["scaling"] * LOG2E.value,
             chunk_offset,
             S,
             key_length,
@@ -359,7 +360,7 @@ def forward(
             num_warps=tile.warps,
         )
     launches.kernel(_loss_kernel, B * S)(
-        index_score,
+        x["index_score"],
         indices,
         target,
         loss,
@@ -367,8 +368,8 @@ def forward(
         S,
         key_length,
         K,
-        eps,
-        *index_score.stride()[:2],
+        x["eps"],
+        *x["index_score"].stride()[:2],
         *indices.stride()[:2],
         K_PAD=padded(K),
         num_warps=4,

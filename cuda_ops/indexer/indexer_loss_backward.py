@@ -18,8 +18,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.indexer.indexer_loss_backward import Arguments
 from ..common import rows
 from ..common.loss import normalised, padded, softmax_of_scores, valid_slots
 from ..runtime import launches
@@ -67,32 +69,28 @@ def unsupported(
     return rows.too_many(key_length, "keys")
 
 
-def backward(
-    grad_loss: Tensor,
-    index_score: Tensor,
-    indices: Tensor,
-    target: Tensor,
-    key_length: int,
-    chunk_offset: int,
-) -> Tensor:
+def backward(**x: Unpack[Arguments]) -> Tensor:
+    index_score, chunk_offset = x["index_score"], x["chunk_offset"]
     B, S, K = index_score.shape
     grad = memory.empty((B, S, K), index_score.dtype, index_score.device)
     if grad.numel() == 0:
         return grad
-    chunk_offset = min(chunk_offset, key_length)  # with the row's number it stays within 32 bits
+    chunk_offset = min(
+        chunk_offset, x["key_length"]
+    )  # with the row's number it stays within 32 bits
     launches.kernel(_grad_kernel, B * S)(
-        grad_loss,
+        x["grad_loss"],
         index_score,
-        indices,
-        target,
+        x["indices"],
+        x["target"],
         grad,
         chunk_offset,
         S,
-        key_length,
+        x["key_length"],
         K,
         *index_score.stride()[:2],
-        *indices.stride()[:2],
-        *target.stride()[:2],
+        *x["indices"].stride()[:2],
+        *x["target"].stride()[:2],
         K_PAD=padded(K),
         num_warps=4,
     )

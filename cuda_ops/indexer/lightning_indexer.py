@@ -23,8 +23,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.indexer.lightning_indexer import Arguments
 from ..common import gpu, quantise, rows
 from ..runtime import launches
 from . import topk
@@ -272,38 +274,24 @@ class Scored:
     last: tuple[Any, ...] | None
 
 
-def scores(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    sparse_count: int,
-    sparse_mode: int,
-    return_value: bool,
-    cmp_ratio: int,
-    **_: object,
-) -> Scored:
+def scores(**x: Unpack[Arguments]) -> Scored:
     """Compute the scores, and launch the top-k of all chunks of rows but the last: `select()`
     launches that one, so that a caller can run something beside it."""
     return scaled_scores(
-        query,
-        key,
-        weights,
+        x["query"],
+        x["key"],
+        x["weights"],
         None,
         None,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
-        block_table,
-        layout_query,
-        layout_key,
-        sparse_count,
-        sparse_mode,
-        query.dtype if return_value else None,
-        cmp_ratio,
+        x["actual_seq_lengths_query"],
+        x["actual_seq_lengths_key"],
+        x["block_table"],
+        x["layout_query"],
+        x["layout_key"],
+        x["sparse_count"],
+        x["sparse_mode"],
+        x["query"].dtype if x["return_value"] else None,
+        x["cmp_ratio"],
     )
 
 

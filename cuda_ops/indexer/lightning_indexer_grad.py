@@ -19,8 +19,10 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.indexer.lightning_indexer_grad import Arguments
 from ..common import rows, scatter
 from ..common.selection import selected
 from ..runtime import launches
@@ -104,18 +106,8 @@ def unsupported(**arguments: Any) -> str | None:
     return lightning_indexer.unsupported(**arguments, sparse_count=1, cmp_ratio=1)
 
 
-def backward(
-    query: Tensor,
-    key: Tensor,
-    dy: Tensor,
-    sparse_indices: Tensor,
-    weights: Tensor,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    layout: str | None,
-    sparse_mode: int | None,
-    **_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, weights, layout = x["query"], x["key"], x["weights"], x["layout"]
     layout = layout or "BSND"
     device, (heads, dim) = query.device, query.shape[-2:]
     d_query = memory.empty(query.shape, query.dtype, device)
@@ -124,17 +116,17 @@ def backward(
     plan = rows.plan(
         query,
         key,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
+        x["actual_seq_lengths_query"],
+        x["actual_seq_lengths_key"],
         None,
         layout,
         layout,
-        3 if sparse_mode is None else sparse_mode,
+        3 if x["sparse_mode"] is None else x["sparse_mode"],
     )
     q = query.reshape(plan.rows, heads, dim)
     w = weights.reshape(plan.rows, heads)
-    index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
-    grad = dy.reshape(plan.rows, dy.shape[-1])
+    index = x["sparse_indices"].reshape(plan.rows, x["sparse_indices"].shape[-1])
+    grad = x["dy"].reshape(plan.rows, x["dy"].shape[-1])
 
     d_tile = max(16, triton.next_power_of_2(dim))
     # 128 heads of 128 at once: the query's tile and its gradient fill the registers

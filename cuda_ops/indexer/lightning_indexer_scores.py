@@ -6,40 +6,29 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ...dispatch.ops.indexer.lightning_indexer_scores import Arguments
 from .lightning_indexer import scaled_scores, select, unsupported
 
 __all__ = ["forward", "unsupported"]
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    sparse_count: int,
-    sparse_mode: int,
-    cmp_ratio: int,
-    **_: object,
-) -> tuple[Tensor, Tensor]:
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     scored = scaled_scores(
-        query,
-        key,
-        weights,
+        x["query"],
+        x["key"],
+        x["weights"],
         None,
         None,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
-        block_table,
-        layout_query,
-        layout_key,
-        sparse_count,
-        sparse_mode,
+        x["actual_seq_lengths_query"],
+        x["actual_seq_lengths_key"],
+        x["block_table"],
+        x["layout_query"],
+        x["layout_key"],
+        x["sparse_count"],
+        x["sparse_mode"],
         torch.float32,
-        cmp_ratio,
+        x["cmp_ratio"],
     )
     return select(scored)

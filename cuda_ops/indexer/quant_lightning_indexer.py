@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import quantised
+from ...dispatch.ops.indexer.quant_lightning_indexer import Arguments
 from ..common import gpu
 from . import lightning_indexer, topk
 
@@ -41,39 +43,21 @@ def selected(value_dtype: torch.dtype | None, **arguments: Any) -> tuple[Tensor,
     return lightning_indexer.select(scores(value_dtype, **arguments))
 
 
-def scores(
-    value_dtype: torch.dtype | None,
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    query_dequant_scale: Tensor | None,
-    key_dequant_scale: Tensor,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    sparse_count: int,
-    sparse_mode: int,
-    query_dtype: int | None,
-    key_dtype: int | None,
-    cmp_ratio: int,
-    **_: object,
-) -> lightning_indexer.Scored:
+def scores(value_dtype: torch.dtype | None, **x: Unpack[Arguments]) -> lightning_indexer.Scored:
     """What `lightning_indexer.select` selects from."""
     return lightning_indexer.scaled_scores(
-        quantised.typed(query, query_dtype),
-        quantised.typed(key, key_dtype),
-        weights,
-        query_dequant_scale,
-        key_dequant_scale,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
-        block_table,
-        layout_query,
-        layout_key,
-        sparse_count,
-        sparse_mode,
+        quantised.typed(x["query"], x["query_dtype"]),
+        quantised.typed(x["key"], x["key_dtype"]),
+        x["weights"],
+        x["query_dequant_scale"],
+        x["key_dequant_scale"],
+        x["actual_seq_lengths_query"],
+        x["actual_seq_lengths_key"],
+        x["block_table"],
+        x["layout_query"],
+        x["layout_key"],
+        x["sparse_count"],
+        x["sparse_mode"],
         value_dtype,
-        cmp_ratio,
+        x["cmp_ratio"],
     )

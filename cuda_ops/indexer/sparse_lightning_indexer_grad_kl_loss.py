@@ -22,8 +22,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.indexer.sparse_lightning_indexer_grad_kl_loss import Arguments
 from ..common import gpu, rows
 from ..common.log2 import LOG2E
 from ..common.loss import (
@@ -239,30 +241,15 @@ def unsupported(
     return rows.too_many_positions(key, None)
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    sparse_indices: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    scale_value: float,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    actual_seq_qlen: Sequence[int] | None,
-    actual_seq_klen: Sequence[int] | None,
-    layout: str | None,
-    sparse_mode: int | None,
-    sinks: Tensor | None,
-    **_: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, query_index, key_index = a["query"], a["key"], a["query_index"], a["key_index"]
+    sparse_indices, query_rope, key_rope = a["sparse_indices"], a["query_rope"], a["key_rope"]
+    layout = a["layout"]
     layout, device = layout or "BSND", query.device
-    mode = 3 if sparse_mode is None else sparse_mode
+    mode = 3 if a["sparse_mode"] is None else a["sparse_mode"]
     seqlens_q, seqlens_k = (
         None if x is None else torch.tensor(x, dtype=torch.int32, device=device)
-        for x in (actual_seq_qlen, actual_seq_klen)
+        for x in (a["actual_seq_qlen"], a["actual_seq_klen"])
     )
     plan = rows.plan(query, key, seqlens_q, seqlens_k, None, layout, layout, mode)
     (N, D), (NI, DI) = query.shape[-2:], query_index.shape[-2:]
@@ -273,7 +260,7 @@ def forward(
     q, qi = query.reshape(plan.rows, N, D), query_index.reshape(plan.rows, NI, DI)
     DR = 0 if query_rope is None else query_rope.shape[-1]
     qr = None if query_rope is None else query_rope.reshape(plan.rows, N, DR)
-    w = weights.reshape(plan.rows, NI)
+    w = a["weights"].reshape(plan.rows, NI)
     index = sparse_indices.reshape(plan.rows, entries)
     D0, D1 = parts(D)
     tile = tiles(N, pieces(D, DR), NI, DI, device)
@@ -291,12 +278,12 @@ def forward(
             key_index,
             w,
             index,
-            softmax_max,
-            softmax_sum,
-            sinks,
+            a["softmax_max"],
+            a["softmax_sum"],
+            a["sinks"],
             target,
             score,
-            scale_log2=scale_value * LOG2E.value,
+            scale_log2=a["scale_value"] * LOG2E.value,
             entries=entries,
             strides=(
                 *q.stride()[:2],
@@ -324,7 +311,7 @@ def forward(
                 HEADS=tile.heads,
                 INDEX_HEADS=padded(NI),
                 BLOCK_N=tile.keys,
-                HAS_SINK=sinks is not None,
+                HAS_SINK=a["sinks"] is not None,
                 STAGES=tile.stages,
             ),
             num_warps=tile.warps,
@@ -333,6 +320,14 @@ def forward(
             target, score, loss, entries, EPS, ENTRIES=padded(entries), num_warps=4
         )
     grads = lightning_indexer_grad.backward(
-        query_index, key_index, score, sparse_indices, weights, seqlens_q, seqlens_k, layout, mode
+        query=query_index,
+        key=key_index,
+        dy=score,
+        sparse_indices=sparse_indices,
+        weights=a["weights"],
+        actual_seq_lengths_query=seqlens_q,
+        actual_seq_lengths_key=seqlens_k,
+        layout=layout,
+        sparse_mode=mode,
     )
     return *grads, loss.sum().reshape(1)

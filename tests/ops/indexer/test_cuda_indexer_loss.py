@@ -43,12 +43,25 @@ def test_both_kernels_equal_float64(heads, size, split, dtype, monkeypatch):
     options = dict(scaling=size**-0.5, chunk_offset=S2 - S, eps=1e-10)
 
     def run(lse: Tensor | None) -> tuple[Tensor, Tensor]:
-        first = query[..., :cut], key[..., :cut], score, index, *options.values()
-        return indexer_loss.forward(*first, *rope, lse)
+        return indexer_loss.forward(
+            query=query[..., :cut],
+            key=key[..., :cut],
+            index_score=score,
+            indices=index,
+            **options,
+            query_rope=rope[0],
+            key_rope=rope[1],
+            softmax_lse=lse,
+        )
 
     wide = [x.double() for x in (query, key, score)]
     exact = reference.forward(
-        *wide, index, **options, query_rope=None, key_rope=None, softmax_lse=None
+        **dict(zip(("query", "key", "index_score"), wide, strict=True)),
+        indices=index,
+        **options,
+        query_rope=None,
+        key_rope=None,
+        softmax_lse=None,
     )
     rows = torch.arange(S, device="cuda")[:, None] + S2 - S
     valid = (index >= 0) & (index <= rows) & (index < S2)
