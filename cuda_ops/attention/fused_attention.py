@@ -26,8 +26,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.attention.fused_attention import Arguments
 from ..common import gpu, rows
 from ..common.attention_tiles import (
     Sizes,
@@ -373,31 +375,26 @@ def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
     return None
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    sm_scale: float | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    window: int | None,
-    **_: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(**x: Unpack[Arguments]) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, cu_seqlens_q = x["q"], x["k"], x["v"], x["cu_seqlens_q"]
     o = memory.empty((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
     lse = memory.empty(q.shape[:-1], torch.float32, q.device)
     if lse.numel() == 0:
         return o, lse
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    scale = q.shape[-1] ** -0.5 if x["sm_scale"] is None else x["sm_scale"]
     sizes = Sizes.of(q, k, cu_seqlens_q)
     split = sizes.keys >= 2048 and sizes.is_narrow(gpu.num_sms(q.device))
     # heads of 16 would be padded to 64: causal, B 4, H 16, 4096 tokens, H200, 2026-11, 264 us by
     # the plain kernel and 327 by the other (heads of 32: 310 and 308)
     plain = sizes.rows <= 64 or split or max(q.shape[-1], v.shape[-1]) <= 16
     if not plain and hopper.supports(q, k, v, scale, o):
-        hopper.launch(q, k, v, o, lse, sizes, causal, scale, cu_seqlens_q, cu_seqlens_k, window)
+        hopper.launch(
+            q, k, v, o, lse, sizes, x["causal"], scale, cu_seqlens_q, x["cu_seqlens_k"], x["window"]
+        )
     else:
-        _plain(q, k, v, o, lse, sizes, causal, scale, cu_seqlens_q, cu_seqlens_k, window)
+        _plain(
+            q, k, v, o, lse, sizes, x["causal"], scale, cu_seqlens_q, x["cu_seqlens_k"], x["window"]
+        )
     return o, lse
 
 

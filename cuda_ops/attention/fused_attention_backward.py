@@ -27,8 +27,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.attention.fused_attention_backward import Arguments
 from ..common import gpu
 from ..common.attention_tiles import (
     Sizes,
@@ -600,28 +602,16 @@ def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
     return fused_attention.unsupported(q=q, v=v)
 
 
-def backward(
-    grad_o: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    sm_scale: float | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    window: int | None,
-    deterministic: bool,
-    grad_lse: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(**a: Unpack[Arguments]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_o, q, k, v, cu_seqlens_q = a["grad_o"], a["q"], a["k"], a["v"], a["cu_seqlens_q"]
+    cu_seqlens_k, window, deterministic = a["cu_seqlens_k"], a["window"], a["deterministic"]
     grads = tuple(memory.empty(x.shape, x.dtype, x.device) for x in (q, k, v))
-    if lse.numel() == 0:
+    if a["lse"].numel() == 0:
         return grads[0], grads[1].zero_(), grads[2].zero_()
     sizes = Sizes.of(q, k, cu_seqlens_q)
     size, v_size = q.shape[-1], v.shape[-1]
     padded, v_padded = padded_size(size), padded_size(v_size)
-    scale = size**-0.5 if sm_scale is None else sm_scale
+    scale = size**-0.5 if a["sm_scale"] is None else a["sm_scale"]
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     on_hopper = sizes.rows > 64 and hopper.supports(q, k, v, scale, grad_o, grads)
     widths = hopper.Widths.of(q, v)
@@ -629,9 +619,9 @@ def backward(
     adds = on_hopper and not (deterministic and widths.wide)
     lse2, delta, sums, turns = statistics(
         grad_o,
-        o,
-        lse,
-        grad_lse,
+        a["o"],
+        a["lse"],
+        a["grad_lse"],
         sizes,
         cu_seqlens_q,
         widths.counted if adds else 0,
@@ -649,7 +639,7 @@ def backward(
             turns,
             grads,
             sizes,
-            causal,
+            a["causal"],
             scale,
             cu_seqlens_q,
             cu_seqlens_k,
@@ -668,7 +658,7 @@ def backward(
             D_PAD=padded,
             V_PAD=v_padded,
             GROUP=sizes.group,
-            CAUSAL=causal,
+            CAUSAL=a["causal"],
             WINDOW=window is not None,
             VARLEN=sizes.varlen,
             FAR=is_far(q, k, v, grad_o),

@@ -34,8 +34,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.sparse_attention.sparse_flash_attention import Arguments
 from ..common import gpu, quantise, rows
 from ..common.combine import Parts, combine, is_chained
 from ..common.log2 import LN2, LOG2E
@@ -480,44 +482,26 @@ def unsupported(
     return rows.too_many_positions(key, block_table, entries)
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    sparse_indices: Tensor,
-    scale_value: float,
-    block_table: Tensor | None,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_kv: Tensor | None,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    sparse_block_size: int,
-    layout_query: str,
-    layout_kv: str,
-    sparse_mode: int,
-    return_softmax_lse: bool,
-    sinks: Tensor | None,
-    **_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
     return attend(
-        query,
-        key,
-        key if value is None else value,
-        query_rope,
-        key_rope,
+        x["query"],
+        x["key"],
+        x["key"] if x["value"] is None else x["value"],
+        x["query_rope"],
+        x["key_rope"],
         None,
         None,
-        sparse_indices,
-        scale_value,
-        block_table,
-        actual_seq_lengths_query,
-        actual_seq_lengths_kv,
-        sparse_block_size,
-        layout_query,
-        layout_kv,
-        sparse_mode,
-        return_softmax_lse,
-        sinks,
+        x["sparse_indices"],
+        x["scale_value"],
+        x["block_table"],
+        x["actual_seq_lengths_query"],
+        x["actual_seq_lengths_kv"],
+        x["sparse_block_size"],
+        x["layout_query"],
+        x["layout_kv"],
+        x["sparse_mode"],
+        x["return_softmax_lse"],
+        x["sinks"],
     )
 
 

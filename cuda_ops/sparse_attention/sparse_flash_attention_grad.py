@@ -31,8 +31,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.sparse_attention.sparse_flash_attention_grad import Arguments
 from ..common import gpu, inverted, rows
 from ..common.selection import selected, slot_of
 from ..runtime import launches
@@ -456,26 +458,9 @@ def unsupported(**arguments: Any) -> str | None:
     return sparse_flash_attention.unsupported(**arguments)
 
 
-def backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    sparse_indices: Tensor,
-    d_out: Tensor,
-    out: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    scale_value: float,
-    sparse_block_size: int,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    actual_seq_qlen: Tensor | None,
-    actual_seq_kvlen: Tensor | None,
-    layout: str | None,
-    sparse_mode: int | None,
-    d_softmax_sum: Tensor | None,
-    **_: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, query_rope = a["query"], a["key"], a["value"], a["query_rope"]
+    key_rope, layout = a["key_rope"], a["layout"]
     layout, device, dtype = layout or "BSND", query.device, query.dtype
     heads, rank = query.shape[-2:]
 
@@ -487,22 +472,22 @@ def backward(
     plan = rows.plan(
         query,
         key,
-        actual_seq_qlen,
-        actual_seq_kvlen,
+        a["actual_seq_qlen"],
+        a["actual_seq_kvlen"],
         None,
         layout,
         layout,
-        3 if sparse_mode is None else sparse_mode,
+        3 if a["sparse_mode"] is None else a["sparse_mode"],
     )
-    index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
-    entries, keys = index.shape[1] * sparse_block_size, key.shape[:-2].numel()
+    index = a["sparse_indices"].reshape(plan.rows, a["sparse_indices"].shape[-1])
+    entries, keys = index.shape[1] * a["sparse_block_size"], key.shape[:-2].numel()
     if not query.numel() or not entries or not keys:
         for each in (d_query, d_query_rope, d_key, d_key_rope, d_value):
             each.zero_()
         return d_query, d_key, d_value, d_query_rope, d_key_rope
 
     rope = 0 if query_rope is None else query_rope.shape[-1]
-    q, do, o = (x.reshape(plan.rows, heads, rank) for x in (query, d_out, out))
+    q, do, o = (x.reshape(plan.rows, heads, rank) for x in (query, a["d_out"], a["out"]))
     qr = q if query_rope is None else query_rope.reshape(plan.rows, heads, rope)
     kr = key if key_rope is None else key_rope
     v = key if value is None else value
@@ -522,8 +507,8 @@ def backward(
     launches.kernel(_deltas, plan.rows, triton.cdiv(heads, 16))(
         do,
         o,
-        softmax_sum,
-        d_softmax_sum,
+        a["softmax_sum"],
+        a["d_softmax_sum"],
         deltas,
         strides=(*do.stride()[:2], *o.stride()[:2]),
         C=Constants(heads, rank, even, 16, 16, min(512, max(16, triton.next_power_of_2(rank))), 1),
@@ -553,7 +538,7 @@ def backward(
             keys=keys,
             index_stride=index.stride(0),
             **plan.arguments,
-            SPARSE_BLOCK=sparse_block_size,
+            SPARSE_BLOCK=a["sparse_block_size"],
             LAYOUT=plan.layout,
             BLOCK=1024,
         )
@@ -566,11 +551,11 @@ def backward(
             v,
             do,
             slots,
-            softmax_max,
-            softmax_sum,
+            a["softmax_max"],
+            a["softmax_sum"],
             deltas,
             weights,
-            scale_value,
+            a["scale_value"],
             first,
             entries,
             keys,

@@ -501,8 +501,10 @@ def test_attention(sizes, options, grown, dtype, few_processors):
         (k[..., :70, :] if ends is None else k[210:300]).add_(100 * size**-0.5)
     sums = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = dict(sm_scale=None, cu_seqlens_q=sums, cu_seqlens_k=sums, **options)
-    got = fused_attention.forward(q, k, v, **named)
-    wanted = reference.forward(q.double(), k.double(), v.double(), deterministic=False, **named)
+    got = fused_attention.forward(q=q, k=k, v=v, **named)
+    wanted = reference.forward(
+        q=q.double(), k=k.double(), v=v.double(), deterministic=False, **named
+    )
     for name, one, other in zip(("o", "lse"), got, wanted, strict=True):
         assert_near(name, one, other, ERROR[dtype] if name == "o" else 1e-5)
 
@@ -549,7 +551,7 @@ def gradients(monkeypatch, at, lazy, size, options):
     if ends is not None:
         for side, sums in zip("qk", ends, strict=True):
             named[f"cu_seqlens_{side}"] = torch.tensor(sums, dtype=torch.int32)
-    o, lse = reference.forward(q, k, v, **named)
+    o, lse = reference.forward(q=q, k=k, v=v, **named)
     given = dict(grad_o=grad_o, q=q, k=k, v=v, o=o, lse=lse, grad_lse=None, **named)
     grads = plain.backward(**given)
     wide = {n: x.double() if "cu_" not in n and torch.is_tensor(x) else x for n, x in given.items()}
@@ -616,7 +618,8 @@ def test_attention_whose_output_tma_cannot_store(size, kernel, few_processors, m
     monkeypatch.setattr(fused_attention, "_plain", lambda *_: taken.append("plain"))
     monkeypatch.setattr(hopper.fused_attention, "launch", lambda *_: taken.append("hopper"))
     q, v = torch.randn(2, 1, 2, 300, 128).bfloat16()
-    fused_attention.forward(q, q, v[..., :size], True, None, None, None, None)
+    others = dict.fromkeys(("sm_scale", "cu_seqlens_q", "cu_seqlens_k", "window"))
+    fused_attention.forward(q=q, k=q, v=v[..., :size], causal=True, **others)
     assert taken == [kernel]
 
 

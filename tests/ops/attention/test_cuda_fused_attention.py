@@ -255,7 +255,9 @@ def test_products_of_the_keys_kernel_overlap_on_hopper(size, monkeypatch, tmp_pa
     x = torch.empty(1, 2, 256, size, dtype=torch.bfloat16)
     options = Case(1, 2, 2, 256, 256, size, size).options()
     lse = torch.empty(1, 2, 256)
-    fused_attention_backward.backward(x, x, x, x, x, lse, grad_lse=None, **options)
+    fused_attention_backward.backward(
+        **dict.fromkeys(("grad_o", "q", "k", "v", "o"), x), lse=lse, grad_lse=None, **options
+    )
     (keys,) = (kernel for kernel in compiled if kernel.name == "_keys_kernel")
     assert "wgmma.mma_async" in keys.asm["ptx"]
     (tmp_path / "keys.ptx").write_text(keys.asm["ptx"])
