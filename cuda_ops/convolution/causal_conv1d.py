@@ -21,8 +21,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.convolution.causal_conv1d import Arguments
 from ..common import gpu
 from ..common.convolution import before, row_at, sigmoid, standing, taps_of, value_at
 from ..common.lengths import span_of
@@ -265,17 +267,13 @@ def launch(
     return out
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_states: Tensor | None,
-    query_start_loc: Tensor | None,
-    activation: str | None,
-) -> tuple[Tensor, Tensor]:
-    channels, width, history = x.shape[-1], weight.shape[0], initial_states
+def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    x, query_start_loc = a["x"], a["query_start_loc"]
+    channels, width, history = x.shape[-1], a["weight"].shape[0], a["initial_states"]
     sequences = query_start_loc.shape[0] - 1 if query_start_loc is not None else x.shape[0]
     kind = x.dtype if history is None else history.dtype
     final = memory.empty([sequences, width - 1, channels], kind, x.device)
-    out = launch(x, weight, bias, history, query_start_loc, activation is not None, final)
+    out = launch(
+        x, a["weight"], a["bias"], history, query_start_loc, a["activation"] is not None, final
+    )
     return out, final

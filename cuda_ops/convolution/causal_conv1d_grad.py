@@ -22,8 +22,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.convolution.causal_conv1d_grad import Arguments
 from ..common import gpu
 from ..common.convolution import before, row_at, sigmoid, standing, taps_of, value_at
 from ..common.lengths import span_of
@@ -367,16 +369,10 @@ def tile(tokens: int, channels: int, device: torch.device) -> tuple[int, int, in
     return BLOCK_T, BLOCK_D, 1 << min(6, max(0, most.bit_length() - 1))
 
 
-def backward(
-    x: Tensor,
-    weight: Tensor,
-    d_out: Tensor,
-    bias: Tensor | None,
-    initial_states: Tensor | None,
-    query_start_loc: Tensor | None,
-    d_final_states: Tensor | None,
-    activation: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, weight, d_out, bias = a["x"], a["weight"], a["d_out"], a["bias"]
+    initial_states, query_start_loc = a["initial_states"], a["query_start_loc"]
+    d_final_states = a["d_final_states"]
     channels, width = x.shape[-1], weight.shape[0]
     varlen = query_start_loc is not None
     sequences = query_start_loc.shape[0] - 1 if varlen else x.shape[0]
@@ -394,7 +390,7 @@ def backward(
         *((0, 0, 0) if initial_states is None else initial_states.stride()),
         *((0, 0, 0) if d_final_states is None else d_final_states.stride()),
     )
-    flags = dict(W=width, VARLEN=varlen, SILU=activation is not None)
+    flags = dict(W=width, VARLEN=varlen, SILU=a["activation"] is not None)
     given = (x, weight, bias, initial_states, query_start_loc, d_out, d_final_states)
     if dx.numel() > 0:
         launches.kernel(_backward, chunks * triton.cdiv(channels, BLOCK_D))(

@@ -18,8 +18,10 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.convolution.fused_causal_conv1d import Arguments
 from ..common.convolution import value_at
 from ..common.lengths import span_of
 from ..runtime import launches
@@ -191,27 +193,10 @@ def unsupported(x: Tensor, conv_states: Tensor, **_: Any) -> str | None:
     return causal_conv1d.unsupported(x)
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    conv_states: Tensor,
-    query_start_loc: Tensor | None,
-    cache_indices: Tensor | None,
-    bias: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-    activation: str | None,
-    pad_slot_id: int | None,
-    residual_connection: int | None,
-    num_computed_tokens: Tensor | None,
-    block_idx_first_scheduled_token: Tensor | None,
-    block_idx_last_scheduled_token: Tensor | None,
-    initial_state_idx: Tensor | None,
-    block_size: int | None,
-    conv_mode: str | None,
-    **_: Any,
-) -> Tensor:
-    starts = None if x.ndim == 3 else query_start_loc
-    channels, width = x.shape[-1], weight.shape[0]
+def forward(**a: Unpack[Arguments]) -> Tensor:
+    x, conv_states, cache_indices = a["x"], a["conv_states"], a["cache_indices"]
+    starts = None if x.ndim == 3 else a["query_start_loc"]
+    channels, width = x.shape[-1], a["weight"].shape[0]
     sequences = x.shape[0] if starts is None else starts.shape[0] - 1
     history = memory.empty([sequences, width - 1, channels], conv_states.dtype, x.device)
     if history.numel() > 0:
@@ -221,19 +206,19 @@ def forward(
             conv_states,
             cache_indices,
             starts,
-            num_accepted_tokens,
-            num_computed_tokens,
-            block_idx_first_scheduled_token,
-            block_idx_last_scheduled_token,
-            initial_state_idx,
+            a["num_accepted_tokens"],
+            a["num_computed_tokens"],
+            a["block_idx_first_scheduled_token"],
+            a["block_idx_last_scheduled_token"],
+            a["initial_state_idx"],
             history,
             x.shape[-2],
             x.shape[:-1].numel(),
             conv_states.shape[0],
             # None: no slot stands for none
-            -1 if pad_slot_id is None else pad_slot_id,
+            -1 if a["pad_slot_id"] is None else a["pad_slot_id"],
             1 if cache_indices is None or cache_indices.ndim == 1 else cache_indices.shape[1],
-            128 if block_size is None else block_size,
+            128 if a["block_size"] is None else a["block_size"],
             channels,
             0 if starts is not None else x.stride(0),
             x.stride(-2),
@@ -246,12 +231,12 @@ def forward(
         )
     return causal_conv1d.launch(
         x,
-        weight,
-        bias,
+        a["weight"],
+        a["bias"],
         history,
         starts,
-        activation in ("silu", "swish"),
+        a["activation"] in ("silu", "swish"),
         None,
-        num_computed_tokens if conv_mode == "pangu" else None,
-        bool(residual_connection),
+        a["num_computed_tokens"] if a["conv_mode"] == "pangu" else None,
+        bool(a["residual_connection"]),
     )

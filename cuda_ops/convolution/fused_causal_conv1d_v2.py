@@ -19,4 +19,4 @@ unsupported = fused_causal_conv1d.unsupported
 
 
 def forward(x: Tensor, **others: Any) -> None:
-    x.copy_(fused_causal_conv1d.forward(x, **others))
+    x.copy_(fused_causal_conv1d.forward(x=x, **others))

@@ -26,8 +26,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.delta_rule.chunk_gated_delta_rule import Arguments
 from ..common import gpu
 from ..common.chunks import CHUNK, chunk_rows, heads_of, sequence_lengths, unit_inverse
 from ..runtime import launches
@@ -243,16 +245,9 @@ def unsupported(query: Tensor, value: Tensor, **_: Any) -> str | None:
     return None
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    actual_seq_lengths: Tensor | None,
-    scale: float | None,
-    g: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    query, key, value, initial_state = x["query"], x["key"], x["value"], x["initial_state"]
+    actual_seq_lengths, scale = x["actual_seq_lengths"], x["scale"]
     NV, DV = value.shape[1:]
     DK = key.shape[-1]
     sequences = 1 if actual_seq_lengths is None else actual_seq_lengths.shape[0]
@@ -264,10 +259,30 @@ def forward(
     scale = DK**-0.5 if scale is None else scale
     if hopper.supports(query, key, value, sequences):
         hopper.launch(
-            query, key, value, beta, initial_state, actual_seq_lengths, scale, g, out, final
+            query,
+            key,
+            value,
+            x["beta"],
+            initial_state,
+            actual_seq_lengths,
+            scale,
+            x["g"],
+            out,
+            final,
         )
     else:
-        _plain(query, key, value, beta, initial_state, actual_seq_lengths, scale, g, out, final)
+        _plain(
+            query,
+            key,
+            value,
+            x["beta"],
+            initial_state,
+            actual_seq_lengths,
+            scale,
+            x["g"],
+            out,
+            final,
+        )
     return out, final
 
 

@@ -42,8 +42,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.delta_rule.chunk_gated_delta_rule_grad import Arguments
 from ..common import gpu
 from ..common.chunks import CHUNK, chunk_rows, heads_of, sequence_lengths, unit_inverse
 from ..runtime import launches
@@ -552,18 +554,9 @@ def unsupported_on(device: torch.device) -> str | None:
     return None
 
 
-def backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    d_out: Tensor,
-    d_final_state: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    actual_seq_lengths: Tensor | None,
-    scale: float | None,
-    g: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query, key, value = a["query"], a["key"], a["value"]
+    actual_seq_lengths, scale = a["actual_seq_lengths"], a["scale"]
     DK = key.shape[-1]
     NV, DV = value.shape[1:]
     half, device = value.dtype, value.device
@@ -575,7 +568,7 @@ def backward(
             else memory.empty(x.shape, x.dtype, device)
         )
 
-    grads = tuple(like(x) for x in (query, key, value, beta, initial_state, g))
+    grads = tuple(like(x) for x in (query, key, value, a["beta"], a["initial_state"], a["g"]))
     d_query, d_key, d_value, d_beta, d_initial, d_g = grads
     sequences = 1 if actual_seq_lengths is None else actual_seq_lengths.shape[0]
     if sequences * NV * DV * DK == 0:
@@ -583,9 +576,18 @@ def backward(
             grad.zero_()
         return d_query, d_key, d_value, d_beta, d_initial, d_g
     scale = DK**-0.5 if scale is None else scale
-    given = (query, key, value, d_out, d_final_state, beta, initial_state, actual_seq_lengths)
-    fast = hopper.supports(query, key, value, d_out, sequences)
-    (hopper.launch if fast else _plain)(*given, scale, g, *grads)
+    given = (
+        query,
+        key,
+        value,
+        a["d_out"],
+        a["d_final_state"],
+        a["beta"],
+        a["initial_state"],
+        actual_seq_lengths,
+    )
+    fast = hopper.supports(query, key, value, a["d_out"], sequences)
+    (hopper.launch if fast else _plain)(*given, scale, a["g"], *grads)
     return d_query, d_key, d_value, d_beta, d_initial, d_g
 
 

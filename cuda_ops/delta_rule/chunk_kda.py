@@ -32,8 +32,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.delta_rule.chunk_kda import Arguments
 from ..common import gpu
 from ..common.chunks import CHUNK, SUB, chunk_rows, heads_of
 from ..common.kda import (
@@ -463,44 +465,30 @@ def unsupported(q: Tensor, v: Tensor, **_: Any) -> str | None:
     return None
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    state_layout: str,
-) -> tuple[Tensor, Tensor]:
-    B, T, _, K = q.shape
+def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    v, initial_state, cu_seqlens = a["v"], a["initial_state"], a["cu_seqlens"]
+    B, T, _, K = a["q"].shape
     HV, V = v.shape[2:]
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     out = memory.empty(v.shape, v.dtype, v.device)
     kind = torch.float32 if initial_state is None else initial_state.dtype
-    sizes = (K, V) if state_layout == "kv" else (V, K)
+    sizes = (K, V) if a["state_layout"] == "kv" else (V, K)
     final = memory.empty((sequences, HV, *sizes), kind, v.device)
     if final.numel() == 0:
         return out.zero_(), final
     x = chunks(
-        q,
-        k,
+        a["q"],
+        a["k"],
         v,
-        g,
-        beta,
-        K**-0.5 if scale is None else scale,
+        a["g"],
+        a["beta"],
+        K**-0.5 if a["scale"] is None else a["scale"],
         cu_seqlens,
-        use_qk_l2norm_in_kernel,
-        A_log,
-        dt_bias,
-        lower_bound,
-        use_gate_in_kernel,
+        a["use_qk_l2norm_in_kernel"],
+        a["A_log"],
+        a["dt_bias"],
+        a["lower_bound"],
+        a["use_gate_in_kernel"],
         out,
     )
     BLOCK_V, stages = walk_tiling(x.constants.V_PAD, gpu.shared_memory(v.device))
@@ -517,7 +505,7 @@ def forward(
         out,
         T,
         sequences,
-        *steps(state_layout, K, V),
+        *steps(a["state_layout"], K, V),
         BLOCK_V=BLOCK_V,
         STAGES=stages,
         INITIAL=initial_state is not None,

@@ -41,8 +41,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.delta_rule.chunk_kda_grad import Arguments
 from ..common.chunks import CHUNK, chunk_rows
 from ..common.kda import (
     BOUNDED,
@@ -490,23 +492,11 @@ def _sums_kernel(
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    d_out: Tensor,
-    d_final_state: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    state_layout: str,
+    **a: Unpack[Arguments],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, g, beta, d_out = a["q"], a["k"], a["v"], a["g"], a["beta"], a["d_out"]
+    scale, initial_state, cu_seqlens = a["scale"], a["initial_state"], a["cu_seqlens"]
+    A_log, dt_bias, lower_bound = a["A_log"], a["dt_bias"], a["lower_bound"]
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     half, device, wide = v.dtype, v.device, torch.float32
@@ -526,7 +516,7 @@ def backward(
             grad.zero_()
         return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias
     scale = K**-0.5 if scale is None else scale
-    norm, gated = use_qk_l2norm_in_kernel, use_gate_in_kernel
+    norm, gated = a["use_qk_l2norm_in_kernel"], a["use_gate_in_kernel"]
     x = chunks(q, k, v, g, beta, scale, cu_seqlens, norm, A_log, dt_bias, lower_bound, gated, None)
     programs, side = x.count * HV, CHUNK.value
     K_PAD, V_PAD = x.constants.K_PAD, x.constants.V_PAD
@@ -553,7 +543,7 @@ def backward(
         x.w,
         cu_seqlens,
         initial_state,
-        d_final_state,
+        a["d_final_state"],
         n,
         r,
         states,
@@ -561,11 +551,11 @@ def backward(
         d_initial,
         T,
         sequences,
-        (*v.stride()[:3], *o_by, *b_by, *steps(state_layout, K, V)),
+        (*v.stride()[:3], *o_by, *b_by, *steps(a["state_layout"], K, V)),
         BLOCK_V=BLOCK_V,
         STAGES=2,
         INITIAL=initial_state is not None,
-        FINAL=d_final_state is not None,
+        FINAL=a["d_final_state"] is not None,
         C=x.constants,
         num_warps=4,
     )

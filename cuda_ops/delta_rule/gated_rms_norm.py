@@ -18,9 +18,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
 from ...dispatch.common.gated_norm import rows_of
+from ...dispatch.ops.delta_rule.gated_rms_norm import Arguments
 from ..common.convolution import sigmoid
 from ..runtime import launches
 
@@ -95,36 +97,29 @@ def unsupported(x: Tensor, group_size: int | None, **_: Any) -> str | None:
     return None
 
 
-def forward(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    group_size: int | None,
-    norm_before_gate: bool,
-    activation: str,
-) -> Tensor:
+def forward(**a: Unpack[Arguments]) -> Tensor:
+    x, gate = a["x"], a["gate"]
     out = memory.empty(x.shape, x.dtype, x.device)
     if out.numel() == 0:
         return out
     x, gate = rows_of(x), rows_of(gate)
     rows, heads, size = x.shape[0] * x.shape[1], x.shape[1], x.shape[2]
-    group = group_size or size
+    group = a["group_size"] or size
     BLOCK_R, BLOCK_G = tile(group, 2048)
     launches.kernel(_normalise, triton.cdiv(rows, BLOCK_R) * (size // group))(
         x,
         gate,
-        weight,
+        a["weight"],
         out,
         rows,
         heads,
-        epsilon,
+        a["epsilon"],
         *x.stride()[:2],
         *gate.stride()[:2],
         D=size,
         GROUP=group,
-        BEFORE=norm_before_gate,
-        SILU=activation != "sigmoid",
+        BEFORE=a["norm_before_gate"],
+        SILU=a["activation"] != "sigmoid",
         BLOCK_R=BLOCK_R,
         BLOCK_G=BLOCK_G,
         num_warps=4 if BLOCK_G <= 4096 else 16,

@@ -17,9 +17,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
 from ...dispatch.common.gated_norm import rows_of
+from ...dispatch.ops.delta_rule.gated_rms_norm_grad import Arguments
 from ..common import gpu
 from ..runtime import launches
 from .gated_rms_norm import rows_at, tile
@@ -94,21 +96,13 @@ def _backward(
     tl.store(sums + chunk.to(tl.int64) * D + d, tl.sum(total, 0), mask=on_d)
 
 
-def backward(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    d_out: Tensor,
-    epsilon: float,
-    group_size: int | None,
-    norm_before_gate: bool,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
+    x, gate, d_out = a["x"], a["gate"], a["d_out"]
     dx = memory.empty(x.shape, x.dtype, x.device)
     d_gate = memory.empty(x.shape, gate.dtype, x.device)
     x, gate, d_out = rows_of(x), rows_of(gate), rows_of(d_out)
     rows, heads, size = x.shape[0] * x.shape[1], x.shape[1], x.shape[2]
-    group = group_size or max(1, size)
+    group = a["group_size"] or max(1, size)
     BLOCK_R, BLOCK_G = tile(group, 2048)
     groups = size // group
     # four programs a multiprocessor, if there is as much to do
@@ -120,24 +114,24 @@ def backward(
         launches.kernel(_backward, chunks * groups)(
             x,
             gate,
-            weight,
+            a["weight"],
             d_out,
             dx,
             d_gate,
             sums,
             rows,
             heads,
-            epsilon,
+            a["epsilon"],
             blocks,
             *x.stride()[:2],
             *gate.stride()[:2],
             *d_out.stride()[:2],
             D=size,
             GROUP=group,
-            BEFORE=norm_before_gate,
-            SILU=activation != "sigmoid",
+            BEFORE=a["norm_before_gate"],
+            SILU=a["activation"] != "sigmoid",
             BLOCK_R=BLOCK_R,
             BLOCK_G=BLOCK_G,
             num_warps=4 if BLOCK_G <= 2048 else 16,
         )
-    return dx, d_gate, sums.sum(0).to(weight.dtype)
+    return dx, d_gate, sums.sum(0).to(a["weight"].dtype)

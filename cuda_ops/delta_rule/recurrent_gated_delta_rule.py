@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import gated_delta, memory
+from ...dispatch.ops.delta_rule.recurrent_gated_delta_rule import Arguments
 from . import fused_sigmoid_gating_delta_rule_update as rule
 
 
@@ -26,21 +28,10 @@ def unsupported(key: Tensor, value: Tensor, **_: Any) -> str | None:
     return rule.unsupported(key[None], value[None])
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: Tensor,
-    beta: Tensor | None,
-    scale: float | None,
-    actual_seq_lengths: Tensor | None,
-    ssm_state_indices: Tensor,
-    num_accepted_tokens: Tensor | None,
-    g: Tensor | None,
-    gk: Tensor | None,
-) -> Tensor:
+def forward(**x: Unpack[Arguments]) -> Tensor:
+    value, beta = x["value"], x["beta"]
     heads = value.shape[:2]
-    decay = gated_delta.log_decay(g, gk)
+    decay = gated_delta.log_decay(x["g"], x["gk"])
     if decay is None:
         decay = memory.empty(heads, torch.float32, value.device).zero_()
     if beta is None:
@@ -51,23 +42,23 @@ def forward(
         dt_bias=None,
         softplus_beta=1.0,
         softplus_threshold=20.0,
-        q=query[None],
-        k=key[None],
+        q=x["query"][None],
+        k=x["key"][None],
         v=value[None],
         b=beta[None],
-        initial_state_source=state,
-        initial_state_indices=ssm_state_indices,
-        scale=scale,
+        initial_state_source=x["state"],
+        initial_state_indices=x["ssm_state_indices"],
+        scale=x["scale"],
         use_qk_l2norm_in_kernel=False,
         cu_seqlens=None,
         state_layout="vk",
-        is_kda=gk is not None,
+        is_kda=x["gk"] is not None,
         disable_state_update=False,
         intermediate_states=None,
         intermediate_state_indices=None,
         retrieve_parent_token=None,
         lower_bound=None,
         epilogue=None,
-        given=rule.Given(actual_seq_lengths, num_accepted_tokens),
+        given=rule.Given(x["actual_seq_lengths"], x["num_accepted_tokens"]),
     )
     return out[0]
