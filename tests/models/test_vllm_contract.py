@@ -14,10 +14,13 @@ import sys
 from configparser import ConfigParser
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from custom.dispatch import log
 from custom.dispatch.errors import BackendUnavailable, NotSupported
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from custom.integrations import vllm
@@ -336,3 +339,171 @@ def test_a_recorded_decode_step_takes_what_its_buffers_hold_then(gdn, monkeypatc
     assert torch.equal(again(*buffers, slots, *pools)[:requests], real)
     for pool, want in zip(pools, wanted, strict=True):
         assert torch.equal(pool, want) and not pool.isnan().any()
+
+
+class Linear(torch.nn.Module):
+    """As vLLM's: the product, and a bias of nobody."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        weight = torch.randn(rows, columns) * columns**-0.5
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x @ self.weight.T, None
+
+
+class Norm(torch.nn.Module):
+    variance_epsilon = 1e-6
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(size) + 0.5, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+
+class Rotary:
+    """Pairs as complex numbers, times those of the position; a pair stays where it stands."""
+
+    def __init__(self, size: int, neox: bool) -> None:
+        angles = torch.arange(64)[:, None] * 10000 ** -(torch.arange(0, size, 2) / size)
+        self.turns = torch.polar(torch.ones_like(angles), angles)
+        self.cos_sin_cache = torch.cat([angles.cos(), angles.sin()], -1)
+        self.is_neox_style = neox
+
+    def forward_native(self, positions: Tensor, *tensors: Tensor) -> list[Tensor]:
+        turned = []
+        for x in tensors:
+            pairs = x.unflatten(-1, (2, -1)).mT if self.is_neox_style else x.unflatten(-1, (-1, 2))
+            product = torch.view_as_complex(pairs.contiguous()) * self.turns[positions][:, None]
+            pairs = torch.view_as_real(product)
+            turned.append((pairs.mT if self.is_neox_style else pairs).flatten(-2))
+        return turned
+
+
+H, RQ, N, DN, DR, R, DV, NI, DI, K = 48, 24, 4, 16, 8, 32, 12, 6, 16, 5
+
+
+@pytest.fixture(scope="module")
+def mla():
+    """Ours, on vLLM's stubs, where a batch is run as on a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(STUBS / f"vllm-{VERSIONS[-1]}"))
+        graphs = importlib.import_module("vllm.compilation.breakable_cudagraph")
+        graphs.eager_break_during_capture = lambda function: function
+        module = importlib.import_module("custom.integrations.vllm.mla")
+        module.current_platform = SimpleNamespace(is_cpu=lambda: True)
+        yield module
+    for name in [each for each in sys.modules if each.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+    del sys.modules["custom.integrations.vllm.mla"]
+
+
+def built(mla: Any, count: int, neox: bool, shared: bool = False) -> list[Any]:
+    """Layers with caches of 6 pages; `shared`: all but the first take its selection."""
+    torch.manual_seed(0)
+    config = configuration()
+    config.cache_config = SimpleNamespace(cache_dtype="auto")
+    config.model_config = SimpleNamespace(dtype=torch.float32)
+    config.compilation_config = SimpleNamespace(static_forward_context={})
+    mla.get_current_vllm_config = lambda: config
+    selection = torch.zeros(40, K, dtype=torch.int32)
+    layers = []
+    for i in range(count):
+        indexer = mla.deepseek_v2.Indexer()
+        indexer.n_head, indexer.head_dim, indexer.rope_dim = NI, DI, DR
+        indexer.wq_b, indexer.wk_weights_proj = Linear(NI * DI, RQ), Linear(DI + NI, H)
+        indexer.k_norm, indexer.softmax_scale = torch.nn.LayerNorm(DI), DI**-0.5
+        indexer.requires_grad_(False)
+        indexer.k_cache = SimpleNamespace(prefix=f"layers.{i}.indexer")
+        modules = SimpleNamespace(
+            fused_qkv_a_proj=Linear(RQ + R + DR, H),
+            q_a_layernorm=Norm(RQ),
+            q_b_proj=Linear(N * (DN + DR), RQ),
+            kv_a_layernorm=Norm(R),
+            kv_b_proj=Linear(N * (DN + DV), R),
+            o_proj=Linear(H, N * DV),
+            rotary_emb=Rotary(DR, neox=False),
+            indexer_rotary_emb=Rotary(DR, neox),
+            indexer=indexer,
+            topk_indices_buffer=selection,
+            g_proj=None,
+        )
+        sizes = (H, N, 0.2, DN, DR, DV, RQ, R)
+        layer = mla.SparseMLA(*sizes, modules, prefix=f"layers.{i}", skip_topk=shared and i > 0)
+        layers.append(layer)
+    for cache in config.compilation_config.static_forward_context.values():
+        cache.bind_kv_cache(torch.zeros(6, 1, 16, cache.width))
+    for layer in layers:
+        layer.process_weights_after_loading(torch.float32)
+    return layers
+
+
+def step(mla: Any, layers: list[Any], x: Tensor, lengths: list[int], decodes: bool) -> list[Tensor]:
+    """Of requests with as many new tokens each, or padding (0); attended to by every layer."""
+    table = torch.tensor([[2, 5], [1, 3], [0, 0]])
+    new = len(x) // len(lengths)
+    places = [range(n - new, n) if n else [-1] * new for n in lengths]
+    slots = [
+        int(table[i, p // 16]) * 16 + p % 16 if p >= 0 else -1
+        for i, row in enumerate(places)
+        for p in row
+    ]
+    ends = torch.arange(new, len(x) + 1, new, dtype=torch.int32)
+    integers = torch.tensor(lengths, dtype=torch.int32), table[: len(lengths)], torch.tensor(slots)
+    batch = mla.SparseMetadata(ends, *integers, decodes)
+    positions = torch.tensor([p for row in places for p in row]).clamp(min=0)
+    outs = [x.new_full((len(x) + 2, N * DV), 7.0) for _ in layers]  # two tokens of no request
+    for layer, out in zip(layers, outs, strict=True):
+        padded = torch.cat([x, x.new_full((2, H), torch.nan)])
+        layer.attend(batch, torch.nn.functional.pad(positions, (0, 2)), padded, out)
+        assert (out[len(x) :] == 7).all()
+    return outs
+
+
+@pytest.mark.parametrize("neox", [True, False], ids=["DeepSeek-V3.2", "GLM-5"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_of_decodes_is_one_call_of_a_layer(neox, shared, mla):
+    """And equals the stages: outputs, caches and selection, beside a request that pads."""
+    layers = built(mla, 2, neox, shared)
+    step(mla, layers, torch.randn(36, H), [18, 18], decodes=False)
+    caches = [each for layer in layers for each in layer.layers.values()]
+    before = [each.kv_cache.clone() for each in caches]
+    x, found = torch.randn(3, H), []
+    for decodes in (False, True):
+        for cache, old in zip(caches, before, strict=True):
+            cache.kv_cache.copy_(old)
+        log.calls.clear()
+        outs = step(mla, layers, x, [19, 19, 0], decodes)
+        ran = {op: count for (op, _), count in log.calls.items()}
+        selected = layers[0].selection[:2].sort(-1).values
+        found.append([*outs, selected, *(each.kv_cache[1:].clone() for each in caches)])
+    # the first writes padding to page 0, the second nowhere
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    assert all((out[2:3] == 0).all() for out in found[1][:2])
+    whole = ["npu_sparse_attention_indices_pto", "npu_sparse_attention_shared_pto"]
+    assert ran == (dict.fromkeys(whole, 1) if shared else {"npu_sparse_attention_pto": 2})
+
+
+def test_weights_are_read_where_vllm_keeps_them(mla):
+    """But for the absorbed half of the keys' up-projection."""
+    (layer,) = built(mla, 1, neox=True)
+    theirs = {each.untyped_storage().data_ptr() for each in layer.parameters()}
+    ours = {**layer.weights, "uv": layer.uv}
+    tensors = {name: each for name, each in ours.items() if isinstance(each, Tensor)}
+    copies = {n for n, each in tensors.items() if each.untyped_storage().data_ptr() not in theirs}
+    assert len(tensors) == 12 and copies == {"w_uk"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "decodes"), [(3, 1, True), (4, 2, False), (2, 1, False)]
+)
+def test_the_host_knows_a_step_of_decodes(tokens, longest, decodes, mla):
+    """By numbers: of 3 requests, each brings one token; no tensor is asked."""
+    names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+    given = {name: torch.empty(9, device="meta") for name in names}
+    counts = dict(num_reqs=3, num_actual_tokens=tokens, max_query_len=longest)
+    batch = mla.SparseBuilder.build(None, 0, SimpleNamespace(**given, **counts))
+    assert batch.decodes is decodes and len(batch.lengths) == 3 and len(batch.slots) == tokens

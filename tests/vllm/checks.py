@@ -19,8 +19,13 @@ import pytest
 
 COUNT = 16
 UNEVEN = [5, 16, 9, 16, 12]  # requests end, and others begin beside those that go on
-SPARSE = {"npu_lightning_indexer", "npu_sparse_flash_attention"}
+# of prefills, and of decodes beside them
+STAGES = {"npu_lightning_indexer", "npu_sparse_flash_attention"}
+# a step of decodes alone
+SPARSE = STAGES | {"npu_sparse_attention_pto"}
+SHARED = STAGES | {"npu_sparse_attention_indices_pto", "npu_sparse_attention_shared_pto"}
 SPARSE8 = {
+    "npu_sparse_attention_pto",
     "npu_index_cache_write",
     "npu_kv_quant_sparse_flash_attention",
     "npu_latent_cache_write",
@@ -33,7 +38,7 @@ MODELS = {
     "deepseek_v32_wide": SPARSE,
     "deepseek_v32_yarn": SPARSE,
     "glm_5": SPARSE,
-    "glm_52": SPARSE,
+    "glm_52": SHARED,
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
 }
@@ -118,12 +123,18 @@ def test_tokens_equal_those_of_hugging_face(name, answers, expected):
     assert MODELS[name] <= set(answers[name]["ops"])
 
 
+@pytest.mark.parametrize("name", [*MODELS, *FP8])
+def test_no_weight_is_kept_twice(name, answers):
+    """The layer's op reads vLLM's, but for half of an up-projection."""
+    assert answers[name]["copies"] == ([] if MODELS.get(name) == DELTA else ["w_uk"])
+
+
 @pytest.mark.parametrize("name", FP8)
 def test_caches_of_8_bits(name, answers, expected):
     """Alone, and prefills beside decodes: the tokens of our own decode loop with such caches."""
     alone, mixed = answers[name], answers[f"{name} mixed"]
     assert alone["tokens"] == expected[name] and set(alone["ops"]) >= SPARSE8
-    assert not set(alone["ops"]) & SPARSE
+    assert not set(alone["ops"]) & STAGES
     assert mixed["mixed"]
     assert mixed["tokens"] == [all[:n] for all, n in zip(expected[name], UNEVEN, strict=True)]
 

@@ -134,6 +134,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "AttentionMetadataBuilder": ("__init__", "_cudagraph_support", "build"),
             "CommonAttentionMetadata": (
                 "block_table_tensor",
+                "max_query_len",
                 "num_actual_tokens",
                 "num_reqs",
                 "query_start_loc",

@@ -4,9 +4,12 @@
 
 A model class of ours, registered under the architecture's name, builds vLLM's own model with
 `SparseMLA` in the place of its pluggable MLA layer.  vLLM keeps the weights and allocates and pages
-the caches; between the projections everything is ours.  A layer has one cache of latents and rotary
-keys, and, if it selects by itself, one of index keys: in the model's dtype, or as vLLM stores them
-in 8 bits, rows of 656 bytes (`fp8_ds_mla`) and packed index pages.
+the caches.  A batch of decodes alone is one call of the layer's op, which reads the weights where
+vLLM has them; any other runs the stages one by one, behind vLLM's projections.
+
+A layer has a cache of latents, one of rotary keys and, if it selects by itself, one of index keys,
+in the model's dtype; or, as vLLM stores them in 8 bits, rows of 656 bytes (`fp8_ds_mla`) of both,
+and packed index pages.  Rotated dimensions lie in halves, as the layer's op leaves them.
 """
 
 from __future__ import annotations
@@ -46,7 +49,13 @@ from ...quantised import (
     npu_quant_lightning_indexer,
     quantize_index_query,
 )
-from ...sparse_attention import npu_lightning_indexer, npu_sparse_flash_attention
+from ...sparse_attention import (
+    npu_lightning_indexer,
+    npu_sparse_attention_indices_pto,
+    npu_sparse_attention_pto,
+    npu_sparse_attention_shared_pto,
+    npu_sparse_flash_attention,
+)
 from ..engines import refuse, refuse_unread
 from .modes import SWITCH, check_modes
 
@@ -61,6 +70,7 @@ class SparseMetadata:
     lengths: Tensor  # [n] keys of every request, new ones included
     block_table: Tensor  # [n, pages]
     slots: Tensor  # [T], negative for padding
+    decodes: bool  # one token of each request; the host knows without waiting
 
     def __post_init__(self) -> None:
         self.by_keys: dict[str, Any] = dict(
@@ -95,6 +105,7 @@ class SparseBuilder(AttentionMetadataBuilder[SparseMetadata]):
             lengths=m.seq_lens[: m.num_reqs],
             block_table=m.block_table_tensor[: m.num_reqs],
             slots=m.slot_mapping[: m.num_actual_tokens],
+            decodes=m.max_query_len == 1 and m.num_reqs == m.num_actual_tokens,
         )
 
 
@@ -138,8 +149,8 @@ class SparseBackend(AttentionBackend):
 class PagedCache(AttentionLayerBase):
     """A cache of `width` values a token, [pages, P, 1, width] once vLLM has allocated it."""
 
-    width: int
-    dtype: torch.dtype
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self.width, self.dtype = width, dtype
 
     @override
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
@@ -164,8 +175,12 @@ class IndexCache(nn.Module, PagedCache):
     """The index keys of a layer in the model's dtype, in the place of vLLM's cache of 8 bits."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.width, self.dtype = width, dtype
+        nn.Module.__init__(self)
+        PagedCache.__init__(self, width, dtype)
+
+    def of_op(self) -> dict[str, Any]:
+        """What the layer's op is told of it."""
+        return dict(index_k_cache=self.kv_cache)
 
     def select(
         self, batch: SparseMetadata, q: Tensor, k: Tensor, weights: Tensor, count: int
@@ -181,6 +196,10 @@ class PackedIndexCache(IndexCache):
 
     def __init__(self) -> None:
         super().__init__(quantised.PACKED, torch.uint8)
+
+    @override
+    def of_op(self) -> dict[str, Any]:
+        return dict(index_k_cache=self.kv_cache.squeeze(2), index_kind="fp8")
 
     @override
     def select(
@@ -269,32 +288,117 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
         self.selection: Any = m.topk_indices_buffer
 
         self.layer_name = f"{prefix}.attn"
-        self.width, self.dtype = kv_lora_rank + qk_rope_head_dim, config.model_config.dtype
+        dtype = config.model_config.dtype
+        self.layers = config.compilation_config.static_forward_context
+        self.layers[self.layer_name] = self
         if self.packed:
-            self.width, self.dtype = quantised.ROW, torch.uint8
-        layers = config.compilation_config.static_forward_context
-        layers[self.layer_name] = self
+            PagedCache.__init__(self, quantised.ROW, torch.uint8)
+        else:
+            PagedCache.__init__(self, kv_lora_rank, dtype)
+            self.rotary = PagedCache(qk_rope_head_dim, dtype)
+            self.layers[f"{self.layer_name}.rotary"] = self.rotary
+        read: list[Any] = [self.fused_qkv_a_proj, self.q_b_proj, self.kv_b_proj]
         if self.indexer is not None:
             i = self.indexer
-            cache = PackedIndexCache() if self.packed else IndexCache(i.head_dim, self.dtype)
-            layers[i.k_cache.prefix] = i.k_cache = cache
+            cache = PackedIndexCache() if self.packed else IndexCache(i.head_dim, dtype)
+            self.layers[i.k_cache.prefix] = i.k_cache = cache
+            read += [i.wq_b, i.wk_weights_proj]
+        for linear in read:
+            # on a CPU vLLM would put a packed copy in the place of the weight, which the op reads
+            linear._cpu_skip_gemm_dispatch = True
 
     def process_weights_after_loading(self, dtype: torch.dtype) -> None:
-        """uk [N, Dn, R] and uv [N, Dv, R], which the absorbed form needs apart.
-
-        Through the layer itself: some platforms have packed its weight and dropped the original.
-        """
-        eye = torch.eye(self.rank, dtype=dtype, device=self.kv_a_layernorm.weight.device)
-        heads = self.kv_b_proj(eye)[0].t().unflatten(0, (self.heads, -1))
-        uk, uv = heads.split([self.query_sizes[0], self.value_size], 1)
-        self.uk, self.uv = uk.contiguous(), uv.contiguous()
+        """The arguments of the layer's op: views of vLLM's weights; `uk` [N, Dn, R] is copied."""
+        heads = self.kv_b_proj.weight.detach().unflatten(0, (self.heads, -1))
+        uk, self.uv = heads.split([self.query_sizes[0], self.value_size], 1)
+        self.uk = uk.contiguous()
+        w_dq, w_dkv_kr = self.fused_qkv_a_proj.weight.detach().tensor_split(self.latent_sizes[:1])
+        norm = self.q_a_layernorm
+        self.weights: dict[str, Any] = dict(
+            w_dq=w_dq,
+            w_uq_qr=self.q_b_proj.weight.detach(),
+            w_uk=self.uk,
+            w_dkv_kr=w_dkv_kr,
+            gamma_cq=norm.weight.detach(),
+            gamma_ckv=self.kv_a_layernorm.weight.detach(),
+            softmax_scale=self.scale,
+            rms_norm_eps=norm.variance_epsilon,
+            rope_interleaved=not self.rotary_emb.is_neox_style,
+            weight_format="linear",
+        )
+        if self.packed:
+            self.weights |= dict(kv_kind="fp8", row_layout=quantised.NOPE_SCALE_ROPE)
+        if self.indexer is None:
+            return
+        i = self.indexer
+        w_idx_k, w_idx_proj = i.wk_weights_proj.weight.detach().tensor_split([i.head_dim])
+        self.weights |= dict(
+            w_idx_qb=i.wq_b.weight.detach(),
+            w_idx_k=w_idx_k,
+            w_idx_proj=w_idx_proj,
+            in_gamma_k=i.k_norm.weight.detach().to(dtype),
+            in_beta_k=i.k_norm.bias.detach().to(dtype),
+            layer_norm_eps=i.k_norm.eps,
+            sparse_count=self.selection.shape[1],
+            index_rope_interleaved=not self.indexer_rope_emb.is_neox_style,
+        )
+        others = (each for each in self.layers.values() if isinstance(each, SparseMLA))
+        self.selects_for_others = any(each.indexer is None for each in others)
 
     @override
     def forward(
         self, positions: Tensor, hidden_states: Tensor, llama_4_scaling: Tensor | None = None
     ) -> Tensor:
         refuse(SWITCH, "sparse attention", {"Llama 4's scaling": llama_4_scaling is not None})
-        x = hidden_states
+        out = hidden_states.new_zeros(len(hidden_states), self.heads * self.value_size)
+        torch.ops.custom_vllm.sparse_mla(positions, hidden_states, out, self.layer_name)
+        projected: Tensor = self.o_proj(out)[0]
+        return projected
+
+    def attend(
+        self, batch: SparseMetadata | None, positions: Tensor, x: Tensor, out: Tensor
+    ) -> None:
+        """The heads' values [T, N * Dv] of the batch's tokens; what is past them stays."""
+        if batch is not None and batch.decodes:
+            latent = self.decode(batch, positions, x)
+        else:
+            queries, row, index = self.projected(positions, x)
+            if batch is None:  # vLLM measures memory
+                return
+            latent = self.stages(batch, queries, row, index)
+        out[: len(latent)] = torch.einsum("tnr,nvr->tnv", latent, self.uv).flatten(1)
+
+    def decode(self, batch: SparseMetadata, positions: Tensor, x: Tensor) -> Tensor:
+        """Latents [T, N, R] of T requests with a token each: one call."""
+        t = len(batch.slots)
+        # cosines, then sines, of half the dimensions: the other half has the same
+        angles = self.rotary_emb.cos_sin_cache[positions[:t]].to(x.dtype).view(t, 1, 2, 1, -1)
+        cos, sin = angles.expand(-1, -1, -1, 2, -1).movedim(2, 0).flatten(-2)
+        given = dict(
+            self.weights,
+            x=x[:t, None],
+            sin=sin,
+            cos=cos,
+            cache_index=batch.slots[:, None],
+            kv_cache=self.kv_cache,
+            kr_cache=x.new_empty(0) if self.packed else self.rotary.kv_cache,
+            block_table=batch.block_table,
+            act_seqs=batch.lengths,
+        )
+        if self.indexer is None:
+            selected = self.selection[:t, None, None]
+            return npu_sparse_attention_shared_pto(**given, sparse_indices=selected)[:, 0]
+        given |= self.indexer.k_cache.of_op()
+        if not self.selects_for_others:
+            return npu_sparse_attention_pto(**given)[:, 0]
+        latent, selected = npu_sparse_attention_indices_pto(**given)
+        self.selection[:t] = selected[:, 0, 0]
+        return latent[:, 0]
+
+    def projected(
+        self, positions: Tensor, x: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
+        """Queries [T, N, R] and [T, N, Dr], keys [T, R] and [T, Dr], and what selects them."""
         q_latent, latent, k_rope = self.fused_qkv_a_proj(x)[0].split(self.latent_sizes, -1)
         q_latent = self.q_a_layernorm(q_latent.contiguous())
         latent = self.kv_a_layernorm(latent.contiguous())
@@ -302,17 +406,7 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
         q, q_rope = q.split(self.query_sizes, -1)
         q_rope, k_rope = rotated(self.rotary_emb, positions, q_rope, k_rope)
         index = None if self.indexer is None else self.indexed(positions, x, q_latent)
-        out = x.new_zeros(x.shape[0], self.heads, self.rank)
-        torch.ops.custom_vllm.sparse_mla(
-            torch.einsum("tnd,ndr->tnr", q, self.uk),
-            q_rope,
-            torch.cat([latent, k_rope], -1),
-            *(index or (None, None, None)),
-            out,
-            self.layer_name,
-        )
-        projected: Tensor = self.o_proj(torch.einsum("tnr,nvr->tnv", out, self.uv).flatten(1))[0]
-        return projected
+        return (torch.einsum("tnd,ndr->tnr", q, self.uk), q_rope), (latent, k_rope), index
 
     def indexed(
         self, positions: Tensor, x: Tensor, q_latent: Tensor
@@ -327,53 +421,61 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
         weights = weights * (i.softmax_scale * i.n_head**-0.5)
         return torch.cat([q_rope, q], -1), torch.cat([k_rope, k], -1), weights
 
-    def attend(
+    def stages(
+        self,
+        batch: SparseMetadata,
+        queries: tuple[Tensor, Tensor],
+        row: tuple[Tensor, Tensor],
+        index: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Latents [T, N, R]: write the batch's rows to the caches, select, attend."""
+        t = len(batch.slots)
+        if index is not None:
+            cache: IndexCache = self.indexer.k_cache
+            q, k, weights = (each[:t] for each in index)
+            selected = cache.select(batch, q, k, weights, self.selection.shape[1])
+            self.selection[:t] = selected[:, 0]
+        q, q_rope, latent, k_rope = (each[:t] for each in (*queries, *row))
+        latents = self.packed_latents if self.packed else self.latents
+        return latents(batch, q, q_rope, latent, k_rope, self.selection[:t, None])
+
+    def latents(
         self,
         batch: SparseMetadata,
         q: Tensor,
         q_rope: Tensor,
-        row: Tensor,
-        index_q: Tensor | None,
-        index_k: Tensor | None,
-        weights: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        """Write the batch's rows to the caches, select, attend; tokens past the batch's stay."""
-        t = batch.slots.shape[0]
-        if index_q is not None and index_k is not None and weights is not None:
-            cache: IndexCache = self.indexer.k_cache
-            count = self.selection.shape[1]
-            selected = cache.select(batch, index_q[:t], index_k[:t], weights[:t], count)
-            self.selection[:t] = selected[:, 0]
-        latents = self.packed_latents if self.packed else self.latents
-        out[:t] = latents(batch, q[:t], q_rope[:t], row[:t], self.selection[:t, None])
-
-    def latents(
-        self, batch: SparseMetadata, q: Tensor, q_rope: Tensor, row: Tensor, selected: Tensor
+        latent: Tensor,
+        k_rope: Tensor,
+        selected: Tensor,
     ) -> Tensor:
-        """Write the rows [T, R + Dr]; attend to those selected."""
-        write(self.kv_cache, row, batch.slots)
-        latents, rotary = self.kv_cache.split(self.latent_sizes[1:], -1)
+        """Write the latents [T, R] and rotary keys [T, Dr]; attend to those selected."""
+        write(self.kv_cache, latent, batch.slots)
+        write(self.rotary.kv_cache, k_rope, batch.slots)
         return npu_sparse_flash_attention(
             q,
-            latents,
+            self.kv_cache,
             None,
             selected,
             self.scale,
             query_rope=q_rope,
-            key_rope=rotary,
+            key_rope=self.rotary.kv_cache,
             actual_seq_lengths_kv=batch.lengths,
             layout_kv="PA_BSND",
             **batch.by_keys,
         )[0]
 
     def packed_latents(
-        self, batch: SparseMetadata, q: Tensor, q_rope: Tensor, row: Tensor, selected: Tensor
+        self,
+        batch: SparseMetadata,
+        q: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        selected: Tensor,
     ) -> Tensor:
         """The same on rows of 656 bytes: e4m3, scales, and rotary keys of 16 bits."""
         rows = self.kv_cache.view(torch.float8_e4m3fn)
         layout: dict[str, Any] = dict(row_layout=quantised.NOPE_SCALE_ROPE)
-        latent, k_rope = row.split(self.latent_sizes[1:], -1)
         k_rope = k_rope.to(quantised.rotary_dtype(q))
         npu_latent_cache_write(latent, k_rope, rows, batch.slots, kind="fp8", **layout)
         return npu_kv_quant_sparse_flash_attention(
@@ -393,10 +495,14 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
 
 
 def rotated(rotary: Any, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """q [T, N, D] and k [T, D]; vLLM's kernel for CPUs turns one head of many."""
+    """q [T, N, D] and k [T, D], in halves; vLLM's kernel for CPUs turns one head of many."""
     turn = rotary.forward_native if current_platform.is_cpu() else rotary
-    q_turned, k_turned = turn(positions, q.contiguous(), k.unsqueeze(1).contiguous())
-    return q_turned.to(q.dtype), k_turned[:, 0].to(k.dtype)
+    both = turn(positions, q.contiguous(), k.unsqueeze(1).contiguous())
+    q_turned, k_turned = (each.to(q.dtype) for each in both)
+    if not rotary.is_neox_style:  # pairs of neighbours, where they stood
+        halves = (each.unflatten(-1, (-1, 2)).mT.flatten(-2) for each in (q_turned, k_turned))
+        q_turned, k_turned = halves
+    return q_turned, k_turned[:, 0]
 
 
 def write(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
@@ -406,30 +512,17 @@ def write(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 
 @eager_break_during_capture
-def _sparse_mla(
-    q: Tensor,
-    q_rope: Tensor,
-    row: Tensor,
-    index_q: Tensor | None,
-    index_k: Tensor | None,
-    weights: Tensor | None,
-    out: Tensor,
-    layer_name: str,
-) -> None:
+def _sparse_mla(positions: Tensor, x: Tensor, out: Tensor, layer_name: str) -> None:
     context = get_forward_context()
-    if context.attn_metadata is None:  # vLLM measures memory
-        return
     layer: SparseMLA = context.no_compile_layers[layer_name]
-    batch = context.attn_metadata[layer_name]
-    layer.attend(batch, q, q_rope, row, index_q, index_k, weights, out)
+    batches = context.attn_metadata
+    layer.attend(None if batches is None else batches[layer_name], positions, x, out)
 
 
-# one node of a graph, which vLLM runs between the graphs that it captures
+# one node of a graph, which vLLM runs between the graphs that it captures: what a batch is made of
+# is seen at each replay
 _library = torch.library.Library("custom_vllm", "FRAGMENT")
-_library.define(
-    "sparse_mla(Tensor q, Tensor q_rope, Tensor row, Tensor? index_q, Tensor? index_k,"
-    " Tensor? weights, Tensor(a!) out, str layer_name) -> ()"
-)
+_library.define("sparse_mla(Tensor positions, Tensor x, Tensor(a!) out, str layer_name) -> ()")
 _library.impl("sparse_mla", _sparse_mla, "CompositeExplicitAutograd")
 torch.library.register_fake("custom_vllm::sparse_mla", lambda *_: None, lib=_library)
 

@@ -49,6 +49,7 @@ class CommonAttentionMetadata:
     seq_lens: torch.Tensor
     num_reqs: int
     num_actual_tokens: int
+    max_query_len: int
     block_table_tensor: torch.Tensor
     slot_mapping: torch.Tensor
 
