@@ -309,6 +309,57 @@ def scores(
 
 
 @triton.jit
+def scores_of(
+    row,
+    query_lengths,
+    key_lengths,
+    first,
+    rows,
+    groups,
+    requests,
+    tokens,
+    reach,
+    Q_TND: tl.constexpr,
+    Q_LENGTHS: tl.constexpr,
+    KEYS: tl.constexpr,
+    K_LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    RATIO: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """(how many scores a token of this launch has, where `scores` puts its row)"""
+    request, _, n = visible(
+        first + row,
+        query_lengths,
+        key_lengths,
+        requests,
+        tokens,
+        reach,
+        Q_TND,
+        Q_LENGTHS,
+        KEYS,
+        K_LENGTHS,
+        CAUSAL,
+    )
+    if RATIO > 1:
+        n = n // RATIO
+    at = score_row(
+        first + row,
+        request,
+        query_lengths,
+        first,
+        rows,
+        groups,
+        requests,
+        tokens,
+        Q_TND,
+        Q_LENGTHS,
+        TOKENS,
+    )
+    return n, at
+
+
+@triton.jit
 def as_float(key):
     """The float behind an ordered int32 key: floats compare as their keys do."""
     key = key.to(tl.int32)
@@ -429,10 +480,13 @@ def collect(
     for unit in range(tl.program_id(0), rows * pieces, tl.num_programs(0)):
         row = unit // pieces
         piece = unit - row * pieces
-        request, _, n = visible(
-            first + row,
+        n, at = scores_of(
+            row,
             query_lengths,
             key_lengths,
+            first,
+            rows,
+            groups,
             requests,
             tokens,
             reach,
@@ -441,22 +495,10 @@ def collect(
             KEYS,
             K_LENGTHS,
             CAUSAL,
-        )
-        if RATIO > 1:
-            n = n // RATIO
-        of_row = score + wide * score_row(
-            first + row,
-            request,
-            query_lengths,
-            first,
-            rows,
-            groups,
-            requests,
-            tokens,
-            Q_TND,
-            Q_LENGTHS,
+            RATIO,
             TOKENS,
         )
+        of_row = score + wide * at
         to = of_row + wide - room
         to_positions = positions + row.to(tl.int64) * room
         if n > tl.maximum(room, 4 * QUARTER):
@@ -537,10 +579,13 @@ def topk(
     negative = -p.to(tl.float32)
     wanted = chosen.to(tl.float32)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        request, _, n = visible(
-            first + row,
+        n, at = scores_of(
+            row,
             query_lengths,
             key_lengths,
+            first,
+            rows,
+            groups,
             requests,
             tokens,
             reach,
@@ -549,22 +594,10 @@ def topk(
             KEYS,
             K_LENGTHS,
             CAUSAL,
-        )
-        if RATIO > 1:
-            n = n // RATIO
-        of_row = score + wide * score_row(
-            first + row,
-            request,
-            query_lengths,
-            first,
-            rows,
-            groups,
-            requests,
-            tokens,
-            Q_TND,
-            Q_LENGTHS,
+            RATIO,
             TOKENS,
         )
+        of_row = score + wide * at
         to = out + (first + row).to(tl.int64) * chosen
         if COLLECTED:
             of_positions = positions + row.to(tl.int64) * room
@@ -633,11 +666,11 @@ def topk(
             taken = tl.sum(tl.where(key > float("-inf"), 1.0, 0.0), 0).to(tl.int32)
             if taken > 0:
                 packed = sort(key, 0, True)
-                at = places(packed)
-                position = s + at
+                place = places(packed)
+                position = s + place
                 if COLLECTED:
                     candidate = tl.load(of_positions + s + p, mask=p < known - s, other=0.0)
-                    candidate = tl.gather(candidate, at, 0).to(tl.int32)
+                    candidate = tl.gather(candidate, place, 0).to(tl.int32)
                     position = tl.where(known > 0, candidate, position)
                 tl.store(to + written + p, position, mask=p < taken)
                 written += taken

@@ -237,6 +237,11 @@ def sampled(n: int) -> list[int]:
     return [block * (n // 512) for block in range(50)]
 
 
+def the_last(n: int) -> list[int]:
+    """Fewer than are wanted, behind more equal ones than there is room for."""
+    return list(range(n - 60, n))
+
+
 def side_by_side(n: int) -> list[int]:
     return list(range(1100, 1500))
 
@@ -279,7 +284,7 @@ def by_score(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -
 
 OP = "npu_lightning_indexer"
 # rows so long that candidates are collected, of few heads
-LONG = with_(paged([5000, 4300, 3], 4, 4, size=32), weights=spread)
+LONG = with_(paged([5000, 4300, 3], 4, 16, size=32), weights=spread)
 CASES = (
     Case(OP, "paged, 64 heads", paged([300, 1, 129], 2)),
     Case(OP, "paged, s1 4, k above the length", paged([70, 3, 0], 4, k=128)),
@@ -407,7 +412,12 @@ CASES = (
     ),
     Case(OP, "candidates", LONG),
     Case(OP, "candidates, two rounds", in_rounds(7 * (5120 + 1024) * 4, LONG)),
-    Case(OP, "candidates, too many ties", with_(LONG, weights=of_no_weight), cores=(24,)),
+    Case(
+        OP,
+        "candidates, too many",
+        with_(paged([5000], 2, 4, size=32), key=first_of(the_last)),
+        cores=(24,),
+    ),
     Case(
         OP,
         "candidates, too few",
@@ -514,8 +524,8 @@ CONTROLS = (
     Control(
         "another round's lengths",
         OP[4:],
-        "first + row,\n            query_lengths,\n            key_lengths",
-        "row,\n            query_lengths,\n            key_lengths",
+        "request, _, n = visible(\n        first + row,",
+        "request, _, n = visible(\n        row,",
         "several rounds",
     ),
     Control(
@@ -621,14 +631,7 @@ CONTROLS = (
         OP[4:],
         "beyond = (written < chosen) | (written > room)",
         "beyond = written < chosen",
-        "candidates, too many ties",
-    ),
-    Control(
-        "candidates behind the room for them",
-        OP[4:],
-        "fits = tl.minimum(taken, room - written)",
-        "fits = taken",
-        "candidates, too many ties",
+        "candidates, too many",
     ),
     Control(
         "the candidates of another round",
@@ -689,8 +692,8 @@ CONTROLS = (
     Control(
         "the window that is open is taken",
         OP[4:],
-        "n = n // RATIO\n        of_row",
-        "n = (n + RATIO - 1) // RATIO\n        of_row",
+        "n = n // RATIO\n    at = score_row",
+        "n = (n + RATIO - 1) // RATIO\n    at = score_row",
         "4 tokens a key, 64 heads",
     ),
     Control(
