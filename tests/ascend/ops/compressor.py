@@ -208,8 +208,8 @@ CONTROLS = (
     Control(
         "the other half's channels",
         KERNEL,
-        "channel = half * size + first_d",
-        "channel = (COFF - 1 - half) * size + first_d",
+        "channel = half * own_size + first_d",
+        "channel = (COFF - 1 - half) * own_size + first_d",
         "CSA, decode, ring",
     ),
     Control(
@@ -236,8 +236,8 @@ CONTROLS = (
     Control(
         "a page of states in 32 bits",
         KERNEL,
-        "of_page = state + tl.where(there, number, 0).to(tl.int64)",
-        "of_page = state + tl.where(there, number, 0)",
+        "of_page = of_state + tl.where(there, number, 0).to(tl.int64)",
+        "of_page = of_state + tl.where(there, number, 0)",
         "pages far apart",
     ),
     Control(

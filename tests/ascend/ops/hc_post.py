@@ -67,3 +67,5 @@ CONTROLS = (
         "Pro",
     ),
 )
+# of a call by the case's name
+LAUNCHES = {"a tail": 1, "Pro": 1}

@@ -59,3 +59,5 @@ CONTROLS = (
         "whole tiles",
     ),
 )
+# of a call by the case's name
+LAUNCHES = {"tails, normed": 2, "Pro": 2}

@@ -108,3 +108,5 @@ CONTROLS = (
         "tails, normed",
     ),
 )
+# of a call by the case's name
+LAUNCHES = {"many tokens": 2, "the head": 2, "Pro": 2}

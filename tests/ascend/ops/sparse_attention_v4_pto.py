@@ -226,6 +226,34 @@ CASES = (
 )
 CONTROLS = (
     Control(
+        "history of index keys out of the entries' states",
+        "compressor",
+        "of_state = _own(state, next_state, of_next)\n                own_page",
+        "own_page",
+        "CSA, everything selected",
+    ),
+    Control(
+        "index keys pooled with the entries' ape",
+        "compressor",
+        "of_ape = _own(ape, next_ape, of_next)\n            if state",
+        "if state",
+        "CSA, everything selected",
+    ),
+    Control(
+        "the products of index keys begin at the next token's",
+        "compressor",
+        "of_token = 2 * COFF * (size + next_size)\n    own_size",
+        "of_token = 2 * COFF * size\n    own_size",
+        "CSA, everything selected",
+    ),
+    Control(
+        "states of index keys over those of entries",
+        "compressor",
+        "own_page = tl.where(of_next, next_state_page, state_page)\n        at = tile",
+        "own_page = state_page\n        at = tile",
+        "CSA, everything selected",
+    ),
+    Control(
         "begun anew behind its states",
         OP[4:],
         "partial(tune.stage, function)",
