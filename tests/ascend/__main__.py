@@ -12,6 +12,7 @@ import random
 import sys
 from types import ModuleType
 
+import torch._dynamo  # noqa: F401  a second of every process that parts from this one
 from custom.npu_ops.common import tune
 
 from . import (
