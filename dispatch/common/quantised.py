@@ -58,6 +58,14 @@ def rotary_dtype(query: Tensor) -> torch.dtype:
     return query.dtype if query.dtype is torch.float16 else torch.bfloat16
 
 
+def seen_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes, next to each other, as numbers of more bytes: a view.  torch asks for whole steps of
+    theirs over a dimension of one as well, where nobody takes any."""
+    taken = zip(x.stride()[:-1], x.shape[:-1], strict=True)
+    steps = (step if size > 1 and x.numel() else 0 for step, size in taken)
+    return x.as_strided(x.shape, (*steps, 1)).view(dtype)
+
+
 def row_parts(
     rows: Tensor, row_layout: str, values: torch.dtype, rotary: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,8 +73,8 @@ def row_parts(
     rope, scale = _PLACES[row_layout]
     return (
         rows.narrow(-1, 0, LATENT).view(values),
-        rows.narrow(-1, rope, 2 * ROTARY).view(rotary),
-        rows.narrow(-1, scale, 4 * (LATENT // TILE)).view(torch.float32),
+        seen_as(rows.narrow(-1, rope, 2 * ROTARY), rotary),
+        seen_as(rows.narrow(-1, scale, 4 * (LATENT // TILE)), torch.float32),
     )
 
 
@@ -78,7 +86,7 @@ def v4_parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     data = flat.narrow(1, 0, page * V4_DATA).unflatten(1, (page, V4_DATA))
     scales = flat.narrow(1, page * V4_DATA, page * V4_SCALES).unflatten(1, (page, V4_SCALES))
     values = data.narrow(-1, 0, V4_VALUES).view(VALUES["fp8"])
-    return values, data.narrow(-1, V4_VALUES, 2 * ROTARY).view(torch.bfloat16), scales
+    return values, seen_as(data.narrow(-1, V4_VALUES, 2 * ROTARY), torch.bfloat16), scales
 
 
 def row_views(rows: Tensor, row_layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +189,7 @@ def index_cache_views(pages: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         )
     flat = pages.view(pages.shape[0], size * PACKED)
     values = flat[:, : size * INDEX].view(VALUES[kind]).unflatten(1, (size, 1, INDEX))
-    return values, flat[:, size * INDEX :].view(torch.float32).unflatten(1, (size, 1))
+    return values, seen_as(flat[:, size * INDEX :], torch.float32).unflatten(1, (size, 1))
 
 
 def misplaced(rows: Tensor, step: int) -> str | None:

@@ -75,6 +75,25 @@ def test_none_for_a_tensor_that_is_required(spec):
         assert isinstance(error, TypeError) and f"`{name}` is None, expected a tensor" in str(error)
 
 
+def steps_over_one(x: Tensor) -> Tensor:
+    """The same numbers in the same places: the step over a dimension of one is odd."""
+    steps = zip(x.stride()[:-1], x.shape[:-1], strict=True)
+    return x.as_strided(x.shape, (*(7 if n == 1 else step for step, n in steps), *x.stride()[-1:]))
+
+
+@every_spec
+@pytest.mark.parametrize("sizes", [dict(B=1, S=1), {}], ids=str)
+def test_the_step_over_a_single_one_does_not_matter(spec, sizes, device):
+    """Nobody takes it; `[:, :1]` and as_strided leave any."""
+    good = sample(spec.name, device, torch.bfloat16, **sizes)
+    odd = good | {name: steps_over_one(x) for name, x in tensors(good).items() if x.ndim}
+    results = []
+    for given in (copy.deepcopy(good), copy.deepcopy(odd)):
+        out = outputs(overload(spec)(**given))
+        results.append([*out, *(given[name] for name in mutated(spec) if name in given)])
+    assert_same(*results)
+
+
 @every_spec
 def test_a_tensor_without_dimensions(spec):
     good = of(spec.name)

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ....dispatch.common import quantised
 from ...common import sharedkv
 from ...common.combine import combine
 from ...common.gluon_names import barrier, cp_async
@@ -357,7 +358,7 @@ def launch(
     scale_log2: float,
 ) -> None:
     """`q` [rows, N, 512]."""
-    words = [None if rows is None else rows.view(torch.int32) for rows in (ori, cmp)]
+    words = [None if rows is None else quantised.seen_as(rows, torch.int32) for rows in (ori, cmp)]
     of_keys = steps(ori, cmp), unit(ori, cmp)
     programs, parts, given = cut(q, keys, sinks, out, lse, scale_log2, *of_keys)
     launches.kernel(_attend, programs)(q, *words, **given)

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from ....dispatch.common import quantised
 from ...common import gpu, sharedkv
 from ...common.gluon_names import cp_async
 from ...common.hopper.rows import request_of
@@ -234,7 +235,7 @@ def launch(
     keys_at: tuple[int, ...]
     if packed:
         by, keys_at = packed_rows.unit(ori, cmp), packed_rows.steps(ori, cmp)
-        ori, cmp = ori.view(torch.int32), None if cmp is None else cmp.view(torch.int32)
+        ori, cmp = (x if x is None else quantised.seen_as(x, torch.int32) for x in (ori, cmp))
     else:
         by, keys_at = unit(ori, cmp), (*steps(ori, cmp), 0, 0)
     tile = _tile(keys, heads, gpu.num_sms(q.device))

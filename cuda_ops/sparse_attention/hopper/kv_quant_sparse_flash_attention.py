@@ -445,5 +445,5 @@ def launch(call: Attention, key_scale: Tensor, kind: int) -> None:
         key_scale.stride(-3),
         call.index.stride(0),
     )
-    words = replace(call, key=call.key.view(torch.int32))
+    words = replace(call, key=quantised.seen_as(call.key, torch.int32))
     run(_attend, words, strides, key_scale=key_scale, KIND=kind)
