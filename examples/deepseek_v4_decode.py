@@ -12,8 +12,9 @@ every layer's attention being one call of the op, its residual streams mixed by
 prediction), of which some are taken back. Everything is held against the unmodified model, which
 runs a request at a time: in a batch it compresses padding. In float32 an indexer selects a part of
 the entries; in half precision, where two whose scores nearly tie may change places, all of them.
-With `--weights` the unmodified model has what the weights of 8 bits stand for; with `--caches fp8`
-rows and entries are of 584 bytes and index keys of 132, with `int8` index keys alone are of 8 bits.
+With `--weights` the layer takes weights of 8 bits, and the unmodified model what they stand for.
+With `--caches fp8` rows and entries are of 584 bytes and index keys of 132, with `int8` index keys
+alone are of 8 bits.
 `Server` is the part to take home.
 """
 
@@ -169,7 +170,7 @@ def quantise_weights(model, kind):
 
 
 def make_model(vocabulary, topk, narrow=False):
-    """`narrow`: with the sizes that caches of 8 bits have, DeepSeek-V4's own."""
+    """`narrow`: with the sizes that weights and caches of 8 bits have, DeepSeek-V4's own."""
     size, index = (512, 128) if narrow else (64, 32)
     config = DeepseekV4Config(
         vocab_size=vocabulary,
@@ -190,7 +191,7 @@ def make_model(vocabulary, topk, narrow=False):
         compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=16),
         sliding_window=16,
         o_groups=2,
-        o_lora_rank=64,
+        o_lora_rank=128 if narrow else 64,
         index_n_heads=16,
         index_head_dim=index,
         index_topk=topk,
@@ -218,8 +219,9 @@ def run(model, tokenizer, options):
     """Serve once in the model's dtype, and hold it against the unmodified model."""
     new, layers = options.new_tokens, model.config.num_hidden_layers
     roundings = ROUNDINGS * layers
-    # weights are read as what they stand for; rows, entries and index keys are what differs
-    eight_bits = layers * EIGHT_BITS[options.caches] ** 2
+    # of 8 bits: the layer's input, the query latent, the output and its ranks; what is in the cache
+    of_weights, of_caches = (EIGHT_BITS[kind] for kind in (options.weights, options.caches))
+    eight_bits = layers * (4 * of_weights**2 + of_caches**2)
     padded, lengths = make_prompts(tokenizer, options.batch, options.context - new)
     prompts, lengths = padded["input_ids"].to(model.device), lengths.to(model.device)
     print(

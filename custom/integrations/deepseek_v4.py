@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ..compression import entry_positions
 from ..dispatch.common import quantised
-from ..dispatch.errors import need
-from .dsa import dequantised_linear, format_of, laid, option_of
+from ..dispatch.errors import NotSupported, need
+from .dsa import dequantised_linear, format_of, laid, of_8_bits, option_of, projections
 from .paged import check_page, more_pages, more_room, token_positions
 
 need("transformers.models.deepseek_v4", __name__, '"transformers>=5.17,<6"')
@@ -35,9 +35,10 @@ _RATIOS_OF_PAGES = (1, 2, 4, 8)  # entries of a page; else a multiple of 16
 class SparseAttentionV4Weights:
     """What `npu_sparse_attention_v4_pto` takes of a layer, under the names of its arguments.
 
-    `w_dq`, `w_uq`, `w_kv`, `w_idx_qb`, `w_idx_proj`, `w_o_b` and, a group each, `w_o_a` are [K, N],
-    NZ or row-major; `w_cmp_*`, `w_idx_kv` and `w_idx_gate` are rows, as nn.Linear has them;
-    `sinks`, `cmp_ape`, `gamma_cmp`, `idx_ape` and `gamma_idx` are float32.
+    `w_dq`, `w_uq`, `w_kv`, `w_idx_qb`, `w_idx_proj`, `w_o_b` and, a group each, `w_o_a` lie as
+    `options["weight_format"]` says; `w_cmp_*`, `w_idx_kv` and `w_idx_gate` are rows, as nn.Linear
+    has them; `sinks`, `cmp_ape`, `gamma_cmp`, `idx_ape` and `gamma_idx` are float32. Scales of
+    weights of 8 bits are among `options`.
     """
 
     w_dq: Tensor
@@ -69,7 +70,11 @@ class SparseAttentionV4Weights:
 
 @torch.no_grad()
 def sparse_attention_v4_weights(
-    module: nn.Module, weight_format: str | None = None, dtype: torch.dtype | None = None
+    module: nn.Module,
+    weight_format: str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    dequantise: bool | None = None,
 ) -> SparseAttentionV4Weights:
     """The op's weights from the attention of a DeepSeek-V4 layer, of any of its three kinds.
 
@@ -79,16 +84,20 @@ def sparse_attention_v4_weights(
             "nz": copies in FRACTAL_NZ where whole tiles hold them. None: "nz" on an NPU, else
             "linear".
         dtype: of activations; None: that of `q_a_proj`, bfloat16 where it is of 8 bits.
+        dequantise: projections of 8 bits. False: they stay as they are, and what they meet is
+            quantised token by token. True: what they stand for, in `dtype`. None: True on an NPU,
+            whose kernels of this layer have no products of 8 bits, else False.
 
     Returns:
         `SparseAttentionV4Weights`.
 
     Raises:
         TypeError: `module` is something else.
-        NotSupported: a projection has scales that are no checkpoint's.
+        NotSupported: a projection has scales that are no checkpoint's, or the op cannot take them.
 
-    Projections of float8_e4m3fn with `weight_scale_inv`, a scale for 128 x 128 of float32 or
-    float8_e8m0fnu as DeepSeek's checkpoints have it, are dequantised.
+    Projections of 8 bits are float8_e4m3fn with `weight_scale_inv`, a scale for 128 x 128 of
+    float32 or float8_e8m0fnu (DeepSeek's checkpoints), or int8 with `weight_scale`, a scale for
+    each row.
     """
     if type(module) is not DeepseekV4Attention:  # a subclass may compute anything
         raise TypeError(
@@ -99,14 +108,13 @@ def sparse_attention_v4_weights(
     own: torch.dtype = m.q_a_proj.weight.dtype
     kind = dtype or (own if own.itemsize > 1 else torch.bfloat16)
     wide = torch.float64 if kind is torch.float64 else torch.float32
+    if dequantise is None:
+        dequantise = m.q_a_proj.weight.device.type == "npu"
 
     form = format_of(m.q_a_proj.weight, weight_format)
 
     def rows(linear: nn.Linear) -> Tensor:
         return dequantised_linear(m, linear, kind).contiguous()
-
-    def columns(linear: nn.Linear) -> Tensor:
-        return laid(dequantised_linear(m, linear, kind), form)
 
     def narrow(parameter: Tensor) -> Tensor:
         return parameter.detach().to(kind)
@@ -115,7 +123,8 @@ def sparse_attention_v4_weights(
         return parameter.detach().to(wide)
 
     config, compressor = m.config, m.compressor
-    by_group = dequantised_linear(m, m.o_a_proj, kind).unflatten(0, (config.o_groups, -1))
+    first = dict(w_dq=m.q_a_proj, w_kv=m.kv_proj, w_o_a=m.o_a_proj, w_o_b=m.o_b_proj)
+    second = dict(w_uq=m.q_b_proj)
     given: dict[str, Any] = {}
     if compressor is not None:
         given |= dict(
@@ -126,23 +135,25 @@ def sparse_attention_v4_weights(
         )
     if m.layer_type == _SELECTING:
         indexer = compressor.indexer
+        second["w_idx_qb"] = indexer.q_b_proj
         given |= dict(
-            w_idx_qb=columns(indexer.q_b_proj),
-            w_idx_proj=columns(indexer.scorer.weights_proj),
+            w_idx_proj=laid(dequantised_linear(m, indexer.scorer.weights_proj, kind), form),
             w_idx_kv=rows(indexer.kv_proj),
             w_idx_gate=rows(indexer.gate_proj),
             idx_ape=exact(indexer.position_bias),
             gamma_idx=exact(indexer.kv_norm.weight),
         )
+    if dequantise:
+        every = {**first, **second}
+        weights = {name: dequantised_linear(m, linear, kind) for name, linear in every.items()}
+        scales, mode = {}, 0
+    else:
+        weights, scales, mode = projections(m, kind, first, second, _DEQUANTISE)
+    _by_group(weights, scales, config.o_groups)
     return SparseAttentionV4Weights(
-        w_dq=columns(m.q_a_proj),
-        w_uq=columns(m.q_b_proj),
-        w_kv=columns(m.kv_proj),
         gamma_cq=narrow(m.q_a_norm.weight),
         gamma_kv=narrow(m.kv_norm.weight),
         sinks=exact(m.sinks),
-        w_o_a=laid(by_group, form),
-        w_o_b=columns(m.o_b_proj),
         options=dict(
             cmp_ratio=_ratio_of(config, m.layer_idx),
             ori_win_left=m.sliding_window - 1,
@@ -150,9 +161,29 @@ def sparse_attention_v4_weights(
             softmax_scale=m.scaling,
             sparse_count=config.index_topk,
             weight_format=option_of(form),
+            **of_8_bits("weight_quant_mode", mode, "dequant_scale_", scales),
         ),
+        **{name: laid(weight, form) for name, weight in weights.items()},
         **given,
     )
+
+
+_DEQUANTISE = "Take a checkpoint that quantises them so, or dequantise=True."
+
+
+def _by_group(weights: dict[str, Tensor], scales: dict[str, Tensor], groups: int) -> None:
+    """`w_o_a` [G Ro, K] as [G, Ro, K], its scale [K / 128, G Ro / 128] or [1, G Ro] likewise."""
+    whole = weights["w_o_a"]
+    weights["w_o_a"] = whole.unflatten(0, (groups, -1))
+    if (scale := scales.get("w_o_a")) is None:
+        return
+    rows = len(whole) // groups
+    if whole.dtype is torch.float8_e4m3fn and rows % quantised.TILE:
+        raise NotSupported(
+            f"custom.integrations: a group of `o_a_proj` has {rows} rows, expected a multiple of "
+            f"{quantised.TILE}: a scale of e4m3 would be of two groups. Pass dequantise=True."
+        )
+    scales["w_o_a"] = scale.unflatten(1, (groups, -1)).transpose(0, 1).contiguous()
 
 
 def _ratio_of(config: Any, layer: int) -> int:

@@ -144,7 +144,9 @@ def _sizes(x: Tensor) -> dict[str, Any]:
     return dict(requests=x.shape[0], tokens=x.shape[1], dtype=x.dtype, device=x.device)
 
 
-def attention_forward(weight_format: str | None, page_size: int, drafts: int) -> Callable[..., Any]:
+def attention_forward(
+    weight_format: str | None, page_size: int, drafts: int, dequantise: bool | None
+) -> Callable[..., Any]:
     """The forward of `DeepseekV4Attention`, which is ours from its input to its output."""
     converted: WeakKeyDictionary[nn.Module, SparseAttentionV4Weights] = WeakKeyDictionary()
     read = OncePerForward(_read)
@@ -163,11 +165,13 @@ def attention_forward(weight_format: str | None, page_size: int, drafts: int) ->
         requests, tokens, _hidden = hidden_states.shape
         refuse_what_differs(self, others)
         w = converted.get(self)
-        if w is None or (w.w_dq.dtype, w.w_dq.device) != (
+        if w is None or (w.gamma_cq.dtype, w.gamma_cq.device) != (
             hidden_states.dtype,
             hidden_states.device,
         ):
-            w = sparse_attention_v4_weights(self, weight_format, hidden_states.dtype)
+            w = sparse_attention_v4_weights(
+                self, weight_format, hidden_states.dtype, dequantise=dequantise
+            )
             converted[self] = w
         layer, cached, valid, fixed = None, 0, None, None
         if past_key_values is not None:

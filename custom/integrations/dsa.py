@@ -153,8 +153,8 @@ def sparse_attention_weights(
         )
     shared = _shared(m, conventions, weight_format)
     indexer = m.indexer
-    weights, scales, mode = _projections(
-        m, weight_format, dict(idx_k=indexer.wk), dict(idx_qb=indexer.wq_b)
+    weights, scales, mode = projections(
+        m, _dtype(m), dict(idx_k=indexer.wk), dict(idx_qb=indexer.wq_b)
     )
     proj = indexer.weights_proj.weight.detach().to(_dtype(m))
     return SparseAttentionWeights(
@@ -165,11 +165,11 @@ def sparse_attention_weights(
                 layer_norm_eps=m.indexer.k_norm.eps,
                 sparse_count=m.indexer.index_topk,
                 index_rope_interleaved=conventions["index_rope_interleaved"],
-                **_of_8_bits("index_weight_quant_mode", mode, "dequant_scale_w_", scales),
+                **of_8_bits("index_weight_quant_mode", mode, "dequant_scale_w_", scales),
             ),
         },
-        idx_qb=weights["idx_qb"],
-        idx_k=weights["idx_k"],
+        idx_qb=laid(weights["idx_qb"], weight_format),
+        idx_k=laid(weights["idx_k"], weight_format),
         idx_proj=laid(proj, weight_format),
         idx_gamma_k=m.indexer.k_norm.weight.detach(),
         idx_beta_k=m.indexer.k_norm.bias.detach(),
@@ -342,11 +342,15 @@ def dequantised_linear(m: Any, linear: nn.Linear, dtype: torch.dtype) -> Tensor:
     return (weight.float() * scale).to(dtype)
 
 
-def _projections(
-    m: Any, weight_format: str, first: Mapping[str, nn.Linear], second: Mapping[str, nn.Linear]
+def projections(
+    m: Any,
+    dtype: torch.dtype,
+    first: Mapping[str, nn.Linear],
+    second: Mapping[str, nn.Linear],
+    remedy: str = "Take a checkpoint that quantises them so.",
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
     """(weights, scales by the name of their weight, weight_quant_mode) of projections of the
-    layer's input, and of its query latent."""
+    layer's input, and of its query latent; of 8 bits as they are, others of `dtype`."""
     every = {**first, **second}
     kinds = {name: _MODES.get(linear.weight.dtype, 0) for name, linear in every.items()}
     of_first, of_second = ({kinds[name] for name in names} for names in (first, second))
@@ -358,18 +362,17 @@ def _projections(
         dtypes = ", ".join(f"{_leaf(m, each)} {each.weight.dtype}" for each in every.values())
         raise NotSupported(
             f"custom.integrations: the projections of {type(m).__name__} are {dtypes}, expected "
-            "one kind, or int8 behind the query's norm alone. Take a checkpoint that quantises "
-            "them so."
+            f"one kind, or int8 behind the query's norm alone. {remedy}"
         )
     weights, scales = {}, {}
     for name, linear in every.items():
         scale = _scale(m, linear)
         weight = linear.weight.detach()
         if scale is None:
-            weight = weight.to(_dtype(m))
+            weight = weight.to(dtype)
         else:
             scales[name] = scale.t().contiguous()
-        weights[name] = laid(weight, weight_format)
+        weights[name] = weight
     return weights, scales, mode
 
 
@@ -422,15 +425,15 @@ def format_of(weight: Tensor, weight_format: str | None) -> str:
 
 
 def _shared(m: Any, conventions: dict[str, bool], weight_format: str) -> SharedAttentionWeights:
-    weights, scales, mode = _projections(
+    weights, scales, mode = projections(
         m,
-        weight_format,
+        _dtype(m),
         dict(dq=m.q_a_proj, dkv_kr=m.kv_a_proj_with_mqa),
         dict(uq_qr=m.q_b_proj),
     )
     uk, uv = up_projections(m)
     return SharedAttentionWeights(
-        **weights,
+        **{name: laid(weight, weight_format) for name, weight in weights.items()},
         uk=uk.contiguous(),
         gamma_cq=m.q_a_layernorm.weight.detach(),
         gamma_ckv=m.kv_a_layernorm.weight.detach(),
@@ -440,12 +443,12 @@ def _shared(m: Any, conventions: dict[str, bool], weight_format: str) -> SharedA
             rms_norm_eps=m.q_a_layernorm.variance_epsilon,
             rope_interleaved=conventions["rope_interleaved"],
             weight_format=option_of(weight_format),
-            **_of_8_bits("weight_quant_mode", mode, "dequant_scale_w_", scales),
+            **of_8_bits("weight_quant_mode", mode, "dequant_scale_w_", scales),
         ),
     )
 
 
-def _of_8_bits(argument: str, mode: int, prefix: str, scales: dict[str, Tensor]) -> dict[str, Any]:
+def of_8_bits(argument: str, mode: int, prefix: str, scales: dict[str, Tensor]) -> dict[str, Any]:
     if mode == 0:
         return {}
     return {argument: mode, **{prefix + name: scale for name, scale in scales.items()}}

@@ -530,7 +530,11 @@ _entering = Lock()
 
 @contextmanager
 def use(
-    *, weight_format: str | None = None, page_size: int = 64, drafts: int = 16
+    *,
+    weight_format: str | None = None,
+    page_size: int = 64,
+    drafts: int = 16,
+    dequantise: bool | None = None,
 ) -> Iterator[None]:
     """Run DeepSeek-V3.2's, DeepSeek-V4's and GLM-5's attention, DeepSeek-V4's hyper-connections,
     and the linear attention of Qwen3-Next, Qwen3.5 and Kimi-Linear, by our ops inside the context.
@@ -551,6 +555,8 @@ def use(
             None: "nz" on an NPU, else "linear".
         page_size: positions a page, a multiple of 16.
         drafts: tokens that a cache of DeepSeek-V4 can take back.
+        dequantise: DeepSeek-V4's projections of 8 bits. False: they stay as they are, and what
+            they meet is quantised. True: what they stand for. None: True on an NPU, else False.
 
     Returns:
         A context manager.
@@ -570,7 +576,7 @@ def use(
         *((each, attention) for each in CONVENTIONS),
         (
             DeepseekV4Attention,
-            deepseek_v4_model.attention_forward(weight_format, page_size, drafts),
+            deepseek_v4_model.attention_forward(weight_format, page_size, drafts, dequantise),
         ),
         *deepseek_v4_model.FORWARDS,
         *_LINEAR,

@@ -30,6 +30,7 @@ from custom.integrations.transformers import (  # noqa: E402
     use,
 )
 
+from ..support import eight_bits, layer_v4  # noqa: E402
 from ..support.deepseek_v4 import CSA, HCA, SLIDING, Attention, config, drawn, float64  # noqa: E402
 from ..support.models import NEW, deepseek_v4, greedy, ragged  # noqa: E402
 
@@ -298,6 +299,9 @@ def test_custom_sparse_has_the_model_s_gradients(model):
 # ------------------------------------------------------------------------------- weights and caches
 
 
+_NARROW = ("w_dq", "w_kv", "w_o_a", "w_o_b", "w_uq", "w_idx_qb")
+
+
 def checkpoint_of(weight):
     """(e4m3 [N, K], ue8m0 scales of 128 x 128, what they stand for, number by number)"""
     rows, columns = weight.shape
@@ -331,26 +335,53 @@ def test_a_checkpoint_of_8_bits_stands_for_its_weights():
             dequantised(*arguments)
 
 
+EVERY_EXPERT = dict(index_topk=64, num_experts_per_tok=4)  # nothing that a near-tie decides
+OF_8_BITS = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj")
+
+
+def checkpoint_in_int8(weight):
+    """(int8 [N, K], a scale for each row, what they stand for)"""
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    values = (weight / scale).round().to(torch.int8)
+    return values, scale, values.double() * scale.double()
+
+
+def narrowed(model, kind="fp8"):
+    """(the model with attention projections as a checkpoint of 8 bits has them, the one that they
+    stand for)"""
+    narrow, wide = copy.deepcopy(model), copy.deepcopy(model)
+    of, leaf = (
+        (checkpoint_of, "weight_scale_inv")
+        if kind == "fp8"
+        else (checkpoint_in_int8, "weight_scale")
+    )
+    for theirs, ours in zip(wide.model.layers, narrow.model.layers, strict=True):
+        tensors, index = {}, "compressor.indexer.q_b_proj"
+        has_index = hasattr(theirs.self_attn.compressor, "indexer")
+        for name in (*OF_8_BITS, index) if has_index else OF_8_BITS:
+            linear = theirs.self_attn.get_submodule(name)
+            values, scales, stands = of(linear.weight.detach())
+            linear.weight.data.copy_(stands)
+            tensors |= {f"{name}.weight": values, f"{name}.{leaf}": scales}
+            if kind == "fp8" and name != "o_a_proj":  # as Transformers loads it
+                sizes = linear.in_features, linear.out_features
+                ours.self_attn.set_submodule(name, FP8Linear(*sizes, (128, 128), scale_fmt="ue8m0"))
+        load_as_it_is(ours.self_attn, tensors)
+    return narrow, wide
+
+
+@pytest.fixture(scope="module")
+def of_whole_blocks():
+    """A group of the output projection has whole scales."""
+    return deepseek_v4(o_lora_rank=128, **EVERY_EXPERT)
+
+
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_weights_of_a_checkpoint_of_8_bits(model, layer):
-    """The projections that the released checkpoint keeps so."""
-    wide = copy.deepcopy(model.model.layers[layer].self_attn)
-    narrow, tensors = copy.deepcopy(wide), {}
-    names = ["q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj"]
-    names += ["compressor.indexer.q_b_proj"] if layer == 1 else []
-    for name in names:
-        linear = wide.get_submodule(name)
-        values, scales, stands = checkpoint_of(linear.weight.detach())
-        linear.weight.data.copy_(stands)
-        tensors |= {f"{name}.weight": values, f"{name}.weight_scale_inv": scales}
-        if name != "o_a_proj":  # as Transformers loads it
-            narrow.set_submodule(
-                name,
-                FP8Linear(linear.in_features, linear.out_features, (128, 128), scale_fmt="ue8m0"),
-            )
-    load_as_it_is(narrow, tensors)
+def test_a_checkpoint_of_8_bits_is_dequantised(model, layer):
+    """Into what its projections stand for, a scale of two groups among them."""
+    narrow, wide = (each.model.layers[layer].self_attn for each in narrowed(model))
     got, expected = (
-        sparse_attention_v4_weights(each, "linear", torch.bfloat16).arguments
+        sparse_attention_v4_weights(each, "linear", torch.bfloat16, dequantise=True).arguments
         for each in (narrow, wide)
     )
     assert got.keys() == expected.keys()
@@ -359,10 +390,87 @@ def test_weights_of_a_checkpoint_of_8_bits(model, layer):
             assert torch.equal(got[name], value) and got[name].dtype is value.dtype, name
         else:
             assert got[name] == value
-    assert sparse_attention_v4_weights(narrow).w_dq.dtype is torch.bfloat16
+    assert sparse_attention_v4_weights(narrow, dequantise=True).w_dq.dtype is torch.bfloat16
+    with pytest.raises(custom.NotSupported, match="`o_a_proj` has 32 rows, expected a multiple of"):
+        sparse_attention_v4_weights(narrow)
     narrow.q_a_proj.weight_scale_inv = torch.nn.Parameter(torch.ones(2, 1))
     with pytest.raises(custom.NotSupported, match=r"q_a_proj.weight_scale_inv` has shape \[2, 1\]"):
+        sparse_attention_v4_weights(narrow, dequantise=True)
+
+
+@pytest.mark.parametrize("kind, mode", [("fp8", 4), ("int8", 2)])
+def test_weights_of_8_bits_stay_so(of_whole_blocks, kind, mode):
+    """In the checkpoint's own memory; what they stand for takes twice as much."""
+    narrow, wide = narrowed(of_whole_blocks, kind)
+    for ours, theirs in zip(narrow.model.layers, wide.model.layers, strict=True):
+        own = {each.untyped_storage().data_ptr() for each in ours.self_attn.parameters()}
+        given, stands = (
+            sparse_attention_v4_weights(each.self_attn, dtype=torch.bfloat16).arguments
+            for each in (ours, theirs)
+        )
+        assert (given["weight_quant_mode"], given["weight_format"]) == (mode, "linear")
+        scales = [name for name in given if name.startswith("dequant_scale_")]
+        assert len(scales) == (6 if given["w_idx_qb"] is not None else 5)
+        for scale in scales:
+            w = given[scale.removeprefix("dequant_scale_")]
+            assert w.untyped_storage().data_ptr() in own
+            assert 2 * w.nbytes == stands[scale.removeprefix("dequant_scale_")].nbytes
+        whole = layer_v4.of_floats(given, torch.float64)
+        for name in _NARROW:
+            if given.get(name) is not None:
+                assert torch.equal(whole[name].bfloat16(), stands[name]), name
+
+
+def quantised_inputs(model, kind):
+    """Transformers' own model, whose narrow projections meet what 8 bits leave of their input."""
+
+    def hook(_, given):
+        x = given[0]
+        values, scale = eight_bits.activations(x.reshape(-1, x.shape[-1]), kind)
+        return (eight_bits.stands_for(values, scale).view(x.shape).to(x.dtype),)
+
+    for layer in model.model.layers:
+        index = getattr(layer.self_attn.compressor, "indexer", None)
+        for linear in [getattr(layer.self_attn, name) for name in OF_8_BITS]:
+            linear.register_forward_pre_hook(hook)
+        if index is not None:
+            index.q_b_proj.register_forward_pre_hook(hook)
+    return model
+
+
+@pytest.mark.parametrize("weight_format", ["linear", "nz"])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@torch.inference_mode()
+def test_logits_with_weights_of_8_bits(of_whole_blocks, kind, weight_format):
+    """Those of the unmodified model whose inputs are quantised by a formula of its own, up to
+    numbers that lie between two of 8 bits and go the other way by a rounding of float32."""
+    narrow, wide = narrowed(of_whole_blocks, kind)
+    ids = torch.randint(
+        narrow.config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(3)
+    )
+    dequantised = wide(ids, use_cache=False).logits
+    with use(weight_format=weight_format, page_size=16, dequantise=True):
+        got = narrow(ids, use_cache=False).logits
+    torch.testing.assert_close(got, dequantised, **CLOSE)
+    expected = quantised_inputs(wide, kind)(ids, use_cache=False).logits
+    with use(weight_format=weight_format, page_size=16):
+        before = ran(OP)
+        got = narrow(ids, use_cache=False).logits
+        assert ran(OP) - before == narrow.config.num_hidden_layers
+        cache = transformers.DynamicCache(config=narrow.config)
+        parts = [narrow(each, past_key_values=cache).logits for each in ids.split((30, 1, 2), 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), got, **CLOSE)  # tokens are quantised alone
+    off = (got - expected).abs().amax(-1)
+    of_inputs = (dequantised - expected).abs().max()  # what quantising them does
+    assert (off < 1e-5).float().mean() > 2 / 3 and off.max() < of_inputs / 8
+
+
+def test_projections_of_two_kinds_are_refused(of_whole_blocks):
+    narrow, wide = (each.model.layers[0].self_attn for each in narrowed(of_whole_blocks))
+    narrow.o_a_proj = wide.o_a_proj
+    with pytest.raises(custom.NotSupported, match=r"o_a_proj torch.float32, .* or dequantise=True"):
         sparse_attention_v4_weights(narrow)
+    assert sparse_attention_v4_weights(narrow, dequantise=True).w_o_a.dtype is torch.bfloat16
 
 
 def test_no_weight_is_copied(model):
