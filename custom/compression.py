@@ -7,12 +7,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._keywords import worded
 from .dispatch.check import Checker
 from .dispatch.error_messages import call
 
 _ops = torch.ops.custom
 
 
+@worded
 def npu_compressor(
     x: Tensor,
     wkv: Tensor,

@@ -1154,3 +1154,10 @@ def test_positions_of_entries(act_seqs, s1, m, used, wanted):
     used = None if used is None else torch.tensor(used)
     act_seqs = torch.tensor(act_seqs, dtype=torch.int64)
     assert custom.entry_positions(act_seqs, s1, m, used).tolist() == wanted
+
+
+def test_an_unknown_keyword_is_refused_in_one_sentence():
+    with pytest.raises(
+        TypeError, match="^npu_compressor: `cmp_rati` is no argument of it. Did you"
+    ):
+        custom.npu_compressor(torch.ones(1, 2, 3), cmp_rati=2)
