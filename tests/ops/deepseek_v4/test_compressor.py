@@ -1158,6 +1158,6 @@ def test_positions_of_entries(act_seqs, s1, m, used, wanted):
 
 def test_an_unknown_keyword_is_refused_in_one_sentence():
     with pytest.raises(
-        TypeError, match="^npu_compressor: `cmp_rati` is no argument of it. Did you"
+        TypeError, match=r"^npu_compressor: `cmp_rati` is no argument of it. Did you"
     ):
         custom.npu_compressor(torch.ones(1, 2, 3), cmp_rati=2)
