@@ -121,7 +121,7 @@ FIGURES = (
         "FlagGems #6354",
         _INDEXER,
         indexer(1, 65536),
-        ("lightning_indexer.topk",),
+        ("lightning_indexer.collect", "lightning_indexer.topk"),
     ),
     Figure(
         "sparse decode, 64 heads, 640 keys",
