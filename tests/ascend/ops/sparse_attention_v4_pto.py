@@ -251,7 +251,7 @@ CONTROLS = (
         "compressor",
         "own_page = tl.where(of_next, next_state_page, state_page)\n        at = tile",
         "own_page = state_page\n        at = tile",
-        "CSA, everything selected",
+        "CSA, index keys of int8, states by page",
     ),
     Control(
         "begun anew behind its states",
