@@ -13,8 +13,22 @@ UNLIMITED = 2**63 - 1  # torch_npu's "no limit" of pre_tokens and next_tokens
 
 
 @dataclass(frozen=True)
+class Variant:
+    """An op that is another's launcher with other outputs: one of `VARIANTS` in that op's module.
+    `function` is its launcher in the other's modules; a backend takes what it takes of the other.
+    """
+
+    schema: str
+    check: Callable[..., None]
+    fake: Callable[..., Any]
+    function: str
+    ge: str | None = None
+    onnx: str | None = None
+
+
+@dataclass(frozen=True)
 class Spec:
-    """One op: the names of its module in `ops/`, and nothing else.
+    """One op: the names of its module in `ops/`, or of a `Variant` there, and nothing else.
 
     schema: PyTorch's, `SCHEMA` there.
     family, file: folder and module in ops/, reference/, npu_ops/ and cuda_ops/.
@@ -53,9 +67,10 @@ class Spec:
         return self.backward is not None
 
     @classmethod
-    def of(cls, op: ModuleType) -> Spec:
+    def of(cls, op: ModuleType) -> tuple[Spec, ...]:
+        """The op of a module, and its variants."""
         family, file = op.__name__.split(".")[-2:]
-        return cls(
+        own = cls(
             op.SCHEMA,
             family,
             file,
@@ -66,4 +81,9 @@ class Spec:
             getattr(op, "ONNX", None),
             getattr(op, "setup_context", None),
             getattr(op, "backward", None),
+        )
+        variants: tuple[Variant, ...] = getattr(op, "VARIANTS", ())
+        return own, *(
+            cls(x.schema, family, file, x.check, x.fake, x.function, x.ge, x.onnx, None, None)
+            for x in variants
         )

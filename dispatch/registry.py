@@ -17,24 +17,20 @@ from .op_spec import Spec
 
 OPS = (
     "sparse_attention.sparse_attention_pto",
-    "sparse_attention.sparse_attention_indices_pto",
     "sparse_attention.sparse_attention_shared_pto",
     "prolog.mla_prolog_pto",
     "prolog.mla_prolog_v3",
     "prolog.indexer_prolog_pto",
     "prolog.lightning_indexer_prolog_pto",
     "indexer.lightning_indexer",
-    "indexer.lightning_indexer_scores",
     "indexer.lightning_indexer_grad",
     "sparse_attention.sparse_flash_attention",
     "sparse_attention.sparse_flash_attention_grad",
     "sparse_attention.kv_quant_sparse_flash_attention",
-    "sparse_attention.kv_quant_sparse_flash_attention_lse",
     "deepseek_v4.sparse_attn_sharedkv",
     "deepseek_v4.sparse_attn_sharedkv_grad",
     "deepseek_v4.kv_quant_sparse_attn_sharedkv",
     "indexer.quant_lightning_indexer",
-    "indexer.quant_lightning_indexer_scores",
     "caches.hadamard",
     "caches.index_cache_write",
     "caches.latent_cache_write",
@@ -60,7 +56,6 @@ OPS = (
     "delta_rule.gated_delta_layer_decode",
     "delta_rule.recurrent_gated_delta_rule",
     "convolution.fused_causal_conv1d",
-    "convolution.fused_causal_conv1d_v2",
     "deepseek_v4.compressor",
     "deepseek_v4.compressor_dense",
     "deepseek_v4.compressor_dense_grad",
@@ -74,6 +69,8 @@ OPS = (
     "deepseek_v4.hc_post_pre",
 )
 
-SPECS: tuple[Spec, ...] = tuple(Spec.of(import_module(f"{__package__}.ops.{op}")) for op in OPS)
+SPECS: tuple[Spec, ...] = tuple(
+    spec for op in OPS for spec in Spec.of(import_module(f"{__package__}.ops.{op}"))
+)
 
 BY_NAME: dict[str, Spec] = {spec.name: spec for spec in SPECS}

@@ -240,3 +240,9 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
         a["num_computed_tokens"] if a["conv_mode"] == "pangu" else None,
         bool(a["residual_connection"]),
     )
+
+
+def in_place(x: Tensor, **others: Any) -> None:
+    """npu_fused_causal_conv1d_v2: blocks of tokens are made at once, and read the tokens before
+    them, so that none is written where it is read."""
+    x.copy_(forward(x=x, **others))

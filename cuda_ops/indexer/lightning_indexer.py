@@ -445,3 +445,24 @@ def select(scored: Scored) -> tuple[Tensor, Tensor]:
 
 def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
     return select(scores(**arguments))
+
+
+def scored(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    """npu_lightning_indexer_scores"""
+    found = scaled_scores(
+        x["query"],
+        x["key"],
+        x["weights"],
+        None,
+        None,
+        x["actual_seq_lengths_query"],
+        x["actual_seq_lengths_key"],
+        x["block_table"],
+        x["layout_query"],
+        x["layout_key"],
+        x["sparse_count"],
+        x["sparse_mode"],
+        torch.float32,
+        x["cmp_ratio"],
+    )
+    return select(found)

@@ -38,6 +38,11 @@ def forward(**arguments: Any) -> Tensor:
     return selected(None, **arguments)[0]
 
 
+def scored(**arguments: Any) -> tuple[Tensor, Tensor]:
+    """npu_quant_lightning_indexer_scores"""
+    return selected(torch.float32, **arguments)
+
+
 def selected(value_dtype: torch.dtype | None, **arguments: Any) -> tuple[Tensor, Tensor]:
     """(indices, scores of `value_dtype`, or none)"""
     return lightning_indexer.select(scores(value_dtype, **arguments))

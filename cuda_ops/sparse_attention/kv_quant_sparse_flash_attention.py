@@ -46,6 +46,11 @@ def forward(**arguments: Any) -> Tensor:
     return attended(False, **arguments)[0]
 
 
+def with_statistics(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """npu_kv_quant_sparse_flash_attention_lse"""
+    return attended(True, **arguments)
+
+
 def attended(statistics: bool, query: Tensor, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(out, softmax_max, softmax_sum), the last two empty without `statistics`"""
     return attended_apart(

@@ -966,3 +966,8 @@ def _pieces(groups: int, reach: int) -> int:
     long ones spread over many cores."""
     least = cores.cube() // math.gcd(groups, cores.cube())
     return least * max(1, reach // (_PIECE * least))
+
+
+def scored(**arguments: Any) -> tuple[Tensor, Tensor]:
+    """npu_lightning_indexer_scores"""
+    return forward(**arguments, return_value=True, value_dtype=torch.float32)

@@ -36,6 +36,11 @@ def forward(**arguments: Any) -> Tensor:
     return selected(False, **arguments)[0]
 
 
+def scored(**arguments: Any) -> tuple[Tensor, Tensor]:
+    """npu_quant_lightning_indexer_scores"""
+    return selected(True, **arguments)
+
+
 def selected(
     scored: bool,
     query: Tensor,

@@ -45,6 +45,11 @@ def forward(**arguments: Any) -> Tensor:
     return attended(**arguments)[0]
 
 
+def with_statistics(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """npu_kv_quant_sparse_flash_attention_lse"""
+    return attended(**arguments)
+
+
 def attended(
     query: Tensor,
     key: Tensor,

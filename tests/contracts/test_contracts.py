@@ -74,7 +74,9 @@ def test_arguments_of_launchers_equal_the_schema(spec):
         pytest.skip("its launchers name what they read")
     spelled = {"Tensor": torch.Tensor, "Optional": Optional, "List": list}
     wanted = {a.name: eval(str(a.type), spelled) for a in overload(spec)._schema.arguments}
-    assert get_type_hints(module.Arguments) == wanted
+    found = get_type_hints(module.Arguments)
+    # a variant takes some of its op's
+    assert found == wanted if spec.check is module.check else wanted.items() <= found.items()
 
 
 @every_spec

@@ -9,9 +9,11 @@ import re
 from pathlib import Path
 
 import pytest
-from custom.dispatch.registry import SPECS
+from custom.dispatch.registry import Spec
 
 from docs.functions import functions
+
+from ..support.calls import every_spec
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("custom", "dispatch", "npu_ops", "cuda_ops", "graph_mode")
@@ -175,10 +177,9 @@ def _below(path: Path, node: ast.ImportFrom) -> Path:
     return path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
 
 
-def _launcher(op: str) -> tuple[ast.FunctionDef, str]:
+def _launcher(spec: Spec) -> tuple[ast.FunctionDef, str]:
     """The launcher of an op in cuda_ops, and where it is written."""
-    spec = next(spec for spec in SPECS if spec.file == op)
-    path, name = ROOT / "cuda_ops" / spec.family / f"{op}.py", spec.function
+    path, name = ROOT / "cuda_ops" / spec.family / f"{spec.file}.py", spec.function
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ImportFrom):
             taken = [x.name for x in node.names if (x.asname or x.name) == name]
@@ -192,9 +193,9 @@ def _launcher(op: str) -> tuple[ast.FunctionDef, str]:
     return found[0], spec.schema
 
 
-@pytest.mark.parametrize("op", [spec.file for spec in SPECS])
-def test_a_launcher_takes_what_it_uses_and_restates_no_default(op):
-    function, schema = _launcher(op)
+@every_spec
+def test_a_launcher_takes_what_it_uses_and_restates_no_default(spec):
+    function, schema = _launcher(spec)
     arguments = function.args
     assert not arguments.defaults and not any(arguments.kw_defaults), "the schema has them"
     used = {x.id for each in function.body for x in ast.walk(each) if isinstance(x, ast.Name)}

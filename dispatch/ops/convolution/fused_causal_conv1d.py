@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
+from ...op_spec import Variant
 from ..common import convolutions
 
 _ARGUMENTS = (
@@ -52,10 +53,6 @@ class Arguments(TypedDict):
     conv_mode: str | None
 
 
-IN_PLACE = (
-    "npu_fused_causal_conv1d_v2(Tensor(a!) x, Tensor weight, Tensor(b!) conv_states,"
-    f"{_ARGUMENTS} -> ()"
-)
 GE = "FusedCausalConv1d"
 ONNX = "FusedCausalConv1d"
 
@@ -146,3 +143,27 @@ def _check_lines(
 
 def fake(x: Tensor, **_: Any) -> Tensor:
     return x.new_empty(x.shape)
+
+
+def check_in_place(**a: Unpack[Arguments]) -> None:
+    x = a["x"]
+    c = Checker("npu_fused_causal_conv1d_v2")
+    inputs(c, a)
+    convolutions.pool(c, "x", x, "T D" if x.ndim == 2 else "B S D")
+
+
+def nothing(**_: Any) -> None:
+    return None
+
+
+VARIANTS = (
+    # whose output takes the place of x
+    Variant(
+        "npu_fused_causal_conv1d_v2(Tensor(a!) x, Tensor weight, Tensor(b!) conv_states,"
+        f"{_ARGUMENTS} -> ()",
+        check_in_place,
+        nothing,
+        "in_place",
+        ge="InplaceFusedCausalConv1d",
+    ),
+)

@@ -10,6 +10,7 @@ Entries past the number of visible keys are -1, and their value is 0.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ...op_spec import UNLIMITED
+from ...op_spec import UNLIMITED, Variant
 from ..common import layouts
 
 ARGUMENTS = (
@@ -55,7 +56,7 @@ def check(return_value: bool, **arguments: Any) -> None:
 
 
 def check_as(op: str, **x: Unpack[Arguments]) -> None:
-    """For both ops, which differ in what they return."""
+    """For the op and its variant."""
     c = Checker(op)
     c.count("cmp_ratio", x["cmp_ratio"])
     rows, keys = layouts.letters(
@@ -128,3 +129,22 @@ def backward(ctx: Any, _: None, grad_values: Tensor | None) -> dict[str, Any]:
         *ctx.options,
     )
     return dict(zip(("query", "key", "weights"), grads, strict=True))
+
+
+def scored(query: Tensor, sparse_count: int, **_: Any) -> tuple[Tensor, Tensor]:
+    shape = [*query.shape[:-2], 1, sparse_count]
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    return query.new_empty(shape, dtype=torch.int32), query.new_empty(shape, dtype=wide)
+
+
+_SCORES = "npu_lightning_indexer_scores"
+VARIANTS = (
+    # and their scores in float32 (float64 of float64); 0 past the number of visible keys
+    Variant(
+        f"{_SCORES}{ARGUMENTS}{RATIO}) -> (Tensor, Tensor)",
+        partial(check_as, _SCORES),
+        scored,
+        "scored",
+        onnx="LightningIndexerScores",
+    ),
+)

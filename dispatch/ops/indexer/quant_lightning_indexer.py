@@ -10,6 +10,7 @@ As npu_lightning_indexer, on values whose scales stand beside them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ...op_spec import UNLIMITED
+from ...op_spec import UNLIMITED, Variant
 from ..common import layouts, quantization
 
 ARGUMENTS = (
@@ -64,7 +65,7 @@ def check(**arguments: Any) -> None:
 
 
 def check_as(op: str, **x: Unpack[Arguments]) -> None:
-    """For both ops, which differ in what they return."""
+    """For the op and its variant."""
     query, key, weights = x["query"], x["key"], x["weights"]
     query_dequant_scale = x["query_dequant_scale"]
     c = Checker(op)
@@ -129,3 +130,21 @@ def _scale_dtypes(c: Checker, kind: str, weights: Tensor, scales: dict[str, Tens
 
 def fake(query: Tensor, sparse_count: int, **_: Any) -> Tensor:
     return query.new_empty([*query.shape[:-2], 1, sparse_count], dtype=torch.int32)
+
+
+def scored(query: Tensor, sparse_count: int, **_: Any) -> tuple[Tensor, Tensor]:
+    indices = fake(query, sparse_count)
+    return indices, torch.empty_like(indices, dtype=torch.float32)
+
+
+_SCORES = "npu_quant_lightning_indexer_scores"
+VARIANTS = (
+    # and their scores in float32; 0 past the number of visible keys
+    Variant(
+        f"{_SCORES}{ARGUMENTS} -> (Tensor, Tensor)",
+        partial(check_as, _SCORES),
+        scored,
+        "scored",
+        onnx="QuantLightningIndexerScores",
+    ),
+)

@@ -11,13 +11,14 @@ scale, rounded once to the query's dtype.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypedDict
 
 from torch import Tensor
 
 from ...check import Checker
 from ...common import quantised
-from ...op_spec import UNLIMITED
+from ...op_spec import UNLIMITED, Variant
 from ..common import layouts, quantization
 from . import sparse_flash_attention
 
@@ -104,7 +105,7 @@ def check_as(
     row_layout: str,
     **modes: int,
 ) -> None:
-    """For both ops, which differ in what they return."""
+    """For the op and its variant."""
     c = Checker(op)
     rows, keys = layouts.letters(c, ("layout_query", layout_query), ("layout_kv", layout_kv))
     caches = dict(key=(key, key_dtype), value=(value, value_dtype))
@@ -163,3 +164,26 @@ def check_as(
 
 def fake(query: Tensor, **_: Any) -> Tensor:
     return query.new_empty([*query.shape[:-1], quantised.LATENT])
+
+
+def with_statistics(query: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shape = sparse_flash_attention.statistics_shape(query)
+    dtype = sparse_flash_attention.statistics(query)
+    return (
+        fake(query),
+        query.new_empty(shape, dtype=dtype),
+        query.new_empty(shape, dtype=dtype),
+    )
+
+
+_LSE = "npu_kv_quant_sparse_flash_attention_lse"
+VARIANTS = (
+    # and softmax_max, softmax_sum [B, 1, S, N] or [1, T, N], natural logarithm, without the sinks;
+    # of a query that sees nothing out 0, -inf and 0
+    Variant(
+        f"{_LSE}{ARGUMENTS} -> (Tensor, Tensor, Tensor)",
+        partial(check_as, _LSE),
+        with_statistics,
+        "with_statistics",
+    ),
+)

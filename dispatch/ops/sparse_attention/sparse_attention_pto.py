@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...check import Checker
 from ...common import quantised
+from ...op_spec import Variant
 from ..common import layouts, prologs, quantization, weight_args
 from ..prolog.indexer_prolog_pto import index_sizes
 from ..prolog.mla_prolog_pto import query_sizes
@@ -197,3 +200,23 @@ def fake(x: Tensor, w_uk: Tensor, **_: Any) -> Tensor:
     batch, rows, _hidden = x.shape
     heads, _plain, rank = w_uk.shape
     return x.new_empty([batch, rows, heads, rank])
+
+
+def with_indices(x: Tensor, sparse_count: int, **arguments: Any) -> tuple[Tensor, Tensor]:
+    batch, rows, _hidden = x.shape
+    indices = x.new_empty([batch, rows, 1, sparse_count], dtype=torch.int32)
+    return fake(x, **arguments), indices
+
+
+_INDICES = "npu_sparse_attention_indices_pto"
+VARIANTS = (
+    # and its selection [B, S, 1, K]
+    Variant(
+        SCHEMA.replace("npu_sparse_attention_pto", _INDICES).removesuffix("Tensor")
+        + "(Tensor, Tensor)",
+        partial(check, op=_INDICES),
+        with_indices,
+        "with_indices",
+        onnx="SparseAttentionIndicesPto",
+    ),
+)

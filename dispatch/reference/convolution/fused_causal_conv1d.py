@@ -10,6 +10,8 @@ tokens complete goes to that block's row as well.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
@@ -104,3 +106,8 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
             fits[..., None].expand(*fits.shape, width - 1),
         )
     return out
+
+
+def in_place(x: Tensor, **others: Any) -> None:
+    """npu_fused_causal_conv1d_v2"""
+    x.copy_(forward(x=x, **others))
