@@ -13,6 +13,8 @@ import torch
 from custom.dispatch import backends
 from custom.dispatch.env import config
 from custom.dispatch.errors import NotSupported
+from custom.dispatch.reference.common import selection
+from custom.dispatch.reference.deepseek_v4 import sparse_attn_sharedkv_grad as gradients
 from custom.dispatch.reference.delta_rule.chunk_kda import gate
 from custom.dispatch.register import bind, overload
 from custom.dispatch.registry import BY_NAME
@@ -170,8 +172,35 @@ def _of_probabilities(x: Arguments, exact: Outputs, eps: float) -> dict[str, flo
     return {"output 1": eps * sizes[0] * sizes[1]}
 
 
+def _of_shared_kv_gradients(x: Arguments, exact: Outputs, eps: float) -> dict[str, float]:
+    """Kernels round P and dz to the dtype before the products that they go into: every term of
+    d_q = sum of dz k, and of d_k = sum of dz q + P d_out, is off by a rounding of its own."""
+    spec = BY_NAME["npu_sparse_attn_sharedkv_grad"]
+    given = each_tensor(x, lambda _, t: t.double() if t.is_floating_point() else t)
+    given = bind(overload(spec)._schema, (), given)
+    q, do = (given[name].flatten(0, -3).square() for name in ("q", "d_out"))
+    of_q, sums = torch.zeros(()), [torch.zeros(()) for _ in range(2)]
+    kv = [given["ori_kv"], given["cmp_kv"]]
+    terms = [None if each is None else selection.Sums(each, torch.float64) for each in kv]
+    for each in gradients.blocks(**given):
+        dz, p = each.dz.square(), each.p.square()
+        if each.tokens.numel():
+            of_q = torch.maximum(of_q, (dz @ each.k.square()).max())
+        of_k = dz.mT @ q[each.tokens] + p.mT @ do[each.tokens]
+        sizes = [slots.shape[1] for slots in each.slots]
+        for kept, slots, part in zip(terms, each.slots, of_k.split(sizes, 1), strict=True):
+            if kept is not None:
+                kept.add(slots, part)
+    for number, kept in enumerate(terms):
+        if kept is not None and (whole := kept.rounded()).numel():
+            sums[number] = whole.max()
+    names = ("output 0", "output 1", "output 2")
+    return {n: eps * float(most) ** 0.5 for n, most in zip(names, [of_q, *sums], strict=True)}
+
+
 # by op, and whether a kernel ran
 _BEYOND = {
+    ("npu_sparse_attn_sharedkv_grad", True): _of_shared_kv_gradients,
     ("npu_chunk_gated_delta_rule_grad", True): _of_delta_gradients,
     ("npu_chunk_kda_grad", True): _of_kda_gradients,
     ("npu_indexer_loss", False): _of_probabilities,

@@ -9,7 +9,8 @@ d_q = dz k     d_k = dz^T q + P^T d_out, added up over the queries that see a ro
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,17 @@ from . import rows_and_entries
 from .sparse_attn_sharedkv import joined
 
 
-def backward(
+class Block(NamedTuple):
+    """Of a few tokens: P and dz [tokens, heads, slots]."""
+
+    tokens: Tensor
+    slots: list[Tensor]  # of rows, of entries
+    k: Tensor
+    p: Tensor
+    dz: Tensor
+
+
+def blocks(
     d_out: Tensor,
     q: Tensor,
     ori_kv: Tensor,
@@ -32,7 +43,7 @@ def backward(
     d_softmax_lse: Tensor | None,
     softmax_scale: float | None,
     **arguments: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Iterator[Block]:
     call = rows_and_entries.Call(
         q, ori_kv, cmp_kv, ori_block_table=None, cmp_block_table=None, **arguments
     )
@@ -43,27 +54,35 @@ def backward(
     lse = softmax_lse.view(-1, heads, 1)
     whole = lse if sinks is None else torch.logaddexp(lse, sinks[:, None])
     d_lse = None if d_softmax_lse is None else d_softmax_lse.view(-1, heads, 1)
-    d_q = torch.zeros_like(flat, memory_format=torch.contiguous_format)
-    d_ori = selection.Sums(ori_kv, wide)
-    d_cmp = None if cmp_kv is None else selection.Sums(cmp_kv, wide)
 
     def gather(kv: Tensor, slot: Tensor) -> Tensor:
         return paged.gather(layout.as_pages(kv), slot, wide)
 
     for tokens, *slots in call.slots(2 * size + 4 * heads):
         k, slot = joined(call, gather, slots)
-        grad = do[tokens].to(wide)
         z = selection.logits(flat[tokens], k, scale, slot)
         absent = (slot < 0)[:, None]  # of a token without any key lse is -inf as well
         p = torch.exp(z - whole[tokens]).masked_fill(absent, 0)
-        dz = p * (grad @ k.mT - delta[tokens])
+        dz = p * (do[tokens].to(wide) @ k.mT - delta[tokens])
         if d_lse is not None:
             dz = dz + torch.exp(z - lse[tokens]).masked_fill(absent, 0) * d_lse[tokens]
-        dz = dz * scale
-        d_q[tokens] = (dz @ k).to(d_q.dtype)
-        d_k = dz.mT @ flat[tokens].to(wide) + p.mT @ grad
-        d_ori.add(slots[0], d_k[:, : slots[0].shape[1]])
+        yield Block(tokens, slots, k, p, dz * scale)
+
+
+def backward(
+    d_out: Tensor, q: Tensor, ori_kv: Tensor, cmp_kv: Tensor | None, **arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = accumulator(q)
+    flat, do = q.flatten(0, -3), d_out.flatten(0, -3)
+    d_q = torch.zeros_like(flat, memory_format=torch.contiguous_format)
+    d_ori = selection.Sums(ori_kv, wide)
+    d_cmp = None if cmp_kv is None else selection.Sums(cmp_kv, wide)
+    for each in blocks(d_out, q, ori_kv, cmp_kv, **arguments):
+        tokens, (near, far), dz = each.tokens, each.slots, each.dz
+        d_q[tokens] = (dz @ each.k).to(d_q.dtype)
+        d_k = dz.mT @ flat[tokens].to(wide) + each.p.mT @ do[tokens].to(wide)
+        d_ori.add(near, d_k[:, : near.shape[1]])
         if d_cmp is not None:
-            d_cmp.add(slots[1], d_k[:, slots[0].shape[1] :])
+            d_cmp.add(far, d_k[:, near.shape[1] :])
     none = q.new_empty([0]) if d_cmp is None else d_cmp.rounded()
     return d_q.view(q.shape), d_ori.rounded(), none
