@@ -146,7 +146,8 @@ def sparse_attention_v4_weights(
     if dequantise:
         every = {**first, **second}
         weights = {name: dequantised_linear(m, linear, kind) for name, linear in every.items()}
-        scales, mode = {}, 0
+        scales: dict[str, Tensor] = {}
+        mode = 0
     else:
         weights, scales, mode = projections(m, kind, first, second, _DEQUANTISE)
     _by_group(weights, scales, config.o_groups)
