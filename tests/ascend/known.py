@@ -101,7 +101,6 @@ _SCALAR = {
     "chunk_kda_grad.crosses": _CHUNK,
     "chunk_kda_grad.gates": _CHUNK,
     "compressor.finish": "the window and the page of an entry, whose row moves in bulk",
-    "compressor.pool": "the compressor of a tile, the page of its states, whose rows move in bulk",
     "compressor.keep": "the request and the page of a token, whose state moves in bulk",
 }
 # the state of a chunk is needed by the next one: nothing runs ahead

@@ -140,20 +140,14 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "compressor._products": (("-> tiles * parts", _CORE),),
     "compressor.keep": (
-        ("_added(from_, product, ", _ADDRESS),
         ("-> request <= requests$", "a token behind all requests is behind the last one's as well"),
         ("-> request <= requests (2)", "as many tokens each: there is no token behind them"),
     ),
     "compressor.pool": (
-        ("_added(at, product, ", _ADDRESS),
         ("base + begin -> base", "a window before the first position has no history"),
         ("own >= begin", "a page of which nothing is history is read for no token"),
     ),
-    "compressor.forward": (
-        ("ate_block_table.numel() >= 0", "a state of no page keeps nothing"),
-        ("> 0 -> cmp_cache.numel() >= 0", "a cache of no page takes no entry"),
-        ("cmp_block_table.numel() >= 0", "a table of no page takes no entry"),
-    ),
+    "compressor.forward": (("ate_block_table.numel() >= 0", "a state of no page keeps nothing"),),
     "fused_attention.keys_of": (
         ("-> shift (2)", "fewer keys go without a mask, which hides none of them"),
         ("-> shift (4)", "keys that are out of a window's sight are hidden by the mask as well"),

@@ -407,10 +407,11 @@ CASES = (
     Case(
         OP,
         "one key in the last tile",
-        with_(paged([4097], 1, 16, 64), weights=the_last_key_wins),
+        with_(paged([3073], 1, 16, 64), weights=the_last_key_wins),
         cores=(24,),
     ),
     Case(OP, "candidates", LONG),
+    Case(OP, "candidates, 64 heads", with_(paged([5000, 3], 2, size=32), weights=spread)),
     Case(OP, "candidates, two rounds", in_rounds(7 * (5120 + 1024) * 4, LONG)),
     Case(
         OP,

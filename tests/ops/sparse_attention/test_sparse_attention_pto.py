@@ -351,7 +351,8 @@ def test_weights_that_are_parameters_need_no_grad():
 @pytest.mark.parametrize("op", ["attention", "attention_indices", "attention_shared"])
 def test_sizes_that_fit_no_gpu_are_refused_before_a_cache_is_written(op, monkeypatch):
     """The layer asks its stages with the queries that it is going to make."""
-    module = importlib.import_module(f"custom.cuda_ops.sparse_attention.sparse_{op}_pto")
+    spec = BY_NAME[f"npu_sparse_{op}_pto"]
+    module = importlib.import_module(f"custom.cuda_ops.{spec.module}")
     from custom.cuda_ops.common import gpu
 
     x = torch.empty(2, 1, 64, dtype=torch.bfloat16)
@@ -368,8 +369,7 @@ def test_sizes_that_fit_no_gpu_are_refused_before_a_cache_is_written(op, monkeyp
         sparse_count=16,
         sparse_indices=torch.zeros(2, 1, 1, 16, dtype=torch.int32),
     )
-    name = f"npu_sparse_{op}_pto"
-    arguments = bind(overload(BY_NAME[name])._schema, (), sample(name, CPU, torch.bfloat16))
+    arguments = bind(overload(spec)._schema, (), sample(spec.name, CPU, torch.bfloat16))
     arguments |= {name: value for name, value in given.items() if name in arguments}
     assert module.unsupported(**arguments) is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: 32 * 1024)
