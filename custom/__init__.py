@@ -24,9 +24,9 @@ from .dispatch.register import register_all as _register_all  # noqa: E402
 
 _register_all()
 
+from ._causal_conv1d import causal_conv1d_fn, causal_conv1d_update  # noqa: E402
 from ._version import __version__  # noqa: E402
 from .attention import attention, npu_fused_attention  # noqa: E402
-from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update  # noqa: E402
 from .compression import compressor, entry_positions, npu_compressor  # noqa: E402
 from .convolution import (  # noqa: E402
     npu_causal_conv1d,
