@@ -22,6 +22,7 @@ import argparse
 import ast
 import io
 import keyword
+import re
 import subprocess
 import tokenize
 from collections import defaultdict
@@ -40,6 +41,7 @@ COMMON = 8  # places of a run up to which it counts
 MADE = "tests/vllm/stubs/"  # by a program, of two versions
 SHAPED = 40  # words and signs from which a run of one shape counts
 WIDEST = 30  # parameters of a kernel
+_NAMED = re.compile(r'"(npu_\w+)')
 
 Tree = Mapping[str, str]  # text by path
 
@@ -68,9 +70,12 @@ def without(files: Tree, ops: Iterable[str]) -> dict[str, str]:
 
 
 def ops(files: Tree) -> set[str]:
-    """The ops of a tree: the modules of dispatch/ops that have a schema."""
-    found = (x for x in files if x.startswith("dispatch/ops/") and "SCHEMA" in files[x])
-    return {f"npu_{Path(name).stem}" for name in found}
+    """The ops of a tree: the modules of dispatch/ops that have a schema, and their variants."""
+    found = [x for x in files if x.startswith("dispatch/ops/") and "SCHEMA" in files[x]]
+    variants = (
+        x for name in found if "VARIANTS" in files[name] for x in _NAMED.findall(files[name])
+    )
+    return {f"npu_{Path(name).stem}" for name in found} | set(variants)
 
 
 def statements(files: Tree) -> int:
