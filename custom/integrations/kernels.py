@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import causal_conv1d
+from .. import _causal_conv1d
 from ..delta_rule import npu_chunk_gated_delta_rule, npu_chunk_kda, npu_recurrent_gated_delta_rule
 from ..dispatch.errors import NotSupported
 
@@ -441,7 +441,7 @@ def causal_conv1d_fn(
             )
         token = torch.arange(tokens, device=hidden_states.device)
         seq_idx = torch.bucketize(token, cu_seq_lens_q.long(), right=True)[None]
-    out = causal_conv1d.causal_conv1d_fn(
+    out = _causal_conv1d.causal_conv1d_fn(
         hidden_states, weight, bias, seq_idx, activation=activation
     )
     assert isinstance(out, Tensor)
@@ -457,12 +457,12 @@ def causal_conv1d_update(
 ) -> Tensor:
     """The same behind conv_state [B, channels, columns], which is updated in place."""
     if conv_state.device.type != "npu" or conv_state.stride(1) == 1:
-        return causal_conv1d.causal_conv1d_update(
+        return _causal_conv1d.causal_conv1d_update(
             hidden_states, conv_state, weight, bias, activation
         )
     # the NPU's kernel takes channels side by side
     state = conv_state.mT.contiguous().mT
-    out = causal_conv1d.causal_conv1d_update(hidden_states, state, weight, bias, activation)
+    out = _causal_conv1d.causal_conv1d_update(hidden_states, state, weight, bias, activation)
     conv_state.copy_(state)
     return out
 

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..causal_conv1d import causal_conv1d_fn
+from .._causal_conv1d import causal_conv1d_fn
 from ..convolution import npu_causal_conv1d_update
 from ..delta_rule import (
     npu_chunk_kda,
