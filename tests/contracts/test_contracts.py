@@ -67,13 +67,28 @@ def test_public_function_equals_schema(spec):
             assert parameter.default is parameter.empty, parameter
 
 
+# ops of six arguments or more without `Arguments`: they hand on what they do not read themselves
+UNSPELLED = {
+    "npu_kv_quant_sparse_attn_sharedkv",
+    "npu_mla_prolog_v3",
+    "npu_sparse_attention_indices_pto",
+    "npu_sparse_attention_pto",
+    "npu_sparse_attention_shared_pto",
+    "npu_sparse_attention_v4_pto",
+    "npu_sparse_attn_sharedkv",
+    "npu_sparse_attn_sharedkv_grad",
+}
+
+
 @every_spec
 def test_arguments_of_launchers_equal_the_schema(spec):
     module = import_module(f"custom.dispatch.ops.{spec.module}")
+    arguments = overload(spec)._schema.arguments
     if not hasattr(module, "Arguments"):
-        pytest.skip("its launchers name what they read")
+        assert len(arguments) < 6 or spec.name in UNSPELLED
+        pytest.skip("it has no Arguments: fewer than six, or its check and launchers spell them")
     spelled = {"Tensor": torch.Tensor, "Optional": Optional, "List": list}
-    wanted = {a.name: eval(str(a.type), spelled) for a in overload(spec)._schema.arguments}
+    wanted = {a.name: eval(str(a.type), spelled) for a in arguments}
     found = get_type_hints(module.Arguments)
     # a variant takes some of its op's
     assert found == wanted if spec.check is module.check else wanted.items() <= found.items()
