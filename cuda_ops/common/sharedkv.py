@@ -299,12 +299,12 @@ def keys_of(
         number = near_index(entry, note, ori_index, P)
         outer, inner, valid = near_place(entry, number, note, ori_table, ori_pages, ori_size, P)
     else:
-        if is_near:
-            number = near_index(entry, note, ori_index, P)
-            outer, inner, valid = near_place(entry, number, note, ori_table, ori_pages, ori_size, P)
+        if is_near:  # the two indices may be of two widths: one name each
+            near = near_index(entry, note, ori_index, P)
+            outer, inner, valid = near_place(entry, near, note, ori_table, ori_pages, ori_size, P)
         else:
-            number = far_index(entry, note, cmp_index, P)
-            outer, inner, valid = far_place(entry, number, note, cmp_table, cmp_pages, cmp_size, P)
+            far = far_index(entry, note, cmp_index, P)
+            outer, inner, valid = far_place(entry, far, note, cmp_table, cmp_pages, cmp_size, P)
     return outer, inner, valid
 
 

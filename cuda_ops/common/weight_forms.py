@@ -26,6 +26,7 @@ def form_of(weight: Tensor, weight_format: str) -> int:
 
 
 def steps_over(form: int, depth: int, sizes: Sequence[int]) -> bool:
-    """Whether TMA can step over the rows of weights in half precision: in units of 16 bytes."""
-    rows = sizes if form == ROW_MAJOR.value else [depth]
+    """Whether TMA can step over the rows of weights in half precision, and over those of what they
+    multiply: in units of 16 bytes."""
+    rows = [depth, *sizes] if form == ROW_MAJOR.value else [depth]
     return all(row % 8 == 0 for row in rows)

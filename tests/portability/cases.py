@@ -128,7 +128,12 @@ def _shared_kv() -> Iterator[tuple[str, str, Make]]:
                 indices_are_slots=True,
             )
 
+        def wide(at: torch.device, seed: int, packed: Make = packed) -> dict[str, Any]:
+            given = packed(at, seed)
+            return given | dict(cmp_sparse_indices=given["cmp_sparse_indices"].long())
+
         yield op, f"{rows} rows, packed", packed
+        yield op, f"{rows} rows, packed, 64-bit indices", wide
         yield op, f"{rows} rows, slots", slots
 
 
