@@ -25,7 +25,9 @@ _BEYOND = 20  # seconds after the end, when a process that has not come back han
 Found = tuple[Counter[str], dict[str, str]]
 
 
-def _take_a_gpu(number: int) -> None:
+def _begin(number: int) -> None:
+    """One thread and one GPU of those that are shared."""
+    torch.set_num_threads(1)
     if gpus := torch.cuda.device_count():
         torch.cuda.set_device(number % gpus)
 
@@ -43,7 +45,7 @@ class _Process:
 
     def run(self, op: str, share: range, *rest: Any, seconds: float, **named: Any) -> Found:
         if self.pool is None:
-            started = get_context("spawn"), _take_a_gpu, (self.number,)
+            started = get_context("spawn"), _begin, (self.number,)
             self.pool = ProcessPoolExecutor(1, *started)
         part = self.pool.submit(run, op, share, *rest, seconds=seconds, **named)
         wait([part], None if seconds == inf else seconds + _BEYOND)
