@@ -9,12 +9,14 @@ nor ops that write their arguments, so both kernels are our own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
+from .backends import Call, Prepare
 from .common.private_torch import (
     below_autograd,
     has_tangents,
@@ -47,9 +49,9 @@ def _refuse_tangents(
             )
 
 
-def differentiable(spec: Spec, op: torch._ops.OpOverload, kernels: Mapping[str, Kernel]) -> Kernel:
-    """Runs the op and, where an argument requires grad, records it with the spec's own formula.
-    `setup_context` sees all arguments by name, and `backward` answers by name."""
+def _recording(spec: Spec, op: torch._ops.OpOverload) -> Kernel:
+    """Records the op with the spec's own formula.  `setup_context` sees all arguments by name, and
+    `backward` answers by name."""
     assert spec.setup_context is not None and spec.backward is not None
     save, gradients = spec.setup_context, spec.backward
     defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
@@ -72,45 +74,59 @@ def differentiable(spec: Spec, op: torch._ops.OpOverload, kernels: Mapping[str, 
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     recorded: Any = type(spec.name, (torch.autograd.Function,), members)
-    below = next_kernel(op, kernels)
 
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_tangents(spec, names, args, kwargs)
-        if want_gradient(args, kwargs):
-            if in_torch_func():
-                raise NotSupported(
-                    f"{spec.name}: the gradient is taken by torch.func (grad, vjp, jacrev), "
-                    "expected autograd. Use torch.autograd.grad() or .backward()."
-                )
-            values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-            return recorded.apply(*values.values())
-        with below_autograd():
-            return below(keys)(*args, **kwargs)
+    def wanted(*args: Any, **kwargs: Any) -> Any:
+        if in_torch_func():
+            raise NotSupported(
+                f"{spec.name}: the gradient is taken by torch.func (grad, vjp, jacrev), "
+                "expected autograd. Use torch.autograd.grad() or .backward()."
+            )
+        values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        return recorded.apply(*values.values())
 
-    return kernel
+    return wanted
 
 
-def refusing(spec: Spec, op: torch._ops.OpOverload, kernels: Mapping[str, Kernel]) -> Kernel:
-    """Runs an op that has no backward; refuses arguments that want one while grad mode is on, and
-    counts what it wrote as written."""
+def _refusing(spec: Spec, op: torch._ops.OpOverload) -> Kernel:
+    """Of an op that has no backward."""
     names = [argument.name for argument in op._schema.arguments]
-    places = written(op)
-    below = next_kernel(op, kernels)
     remedy = "Call it under torch.no_grad() (or torch.inference_mode())."
     if spec.name.endswith(("_grad", "_backward")):
         remedy = f"There are no second derivatives: leave create_graph=True out. {remedy}"
 
+    def wanted(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        name = next(name for name in names if _wants_gradient(given.get(name)))
+        raise RuntimeError(
+            f"{spec.name}: `{name}` requires grad, and this op has no backward. {remedy}"
+        )
+
+    return wanted
+
+
+def kernel(spec: Spec, op: torch._ops.OpOverload, preparing: Mapping[str, Prepare]) -> Kernel:
+    """Records or refuses a call where an argument requires grad and grad mode is on.  Else it is
+    made here, as the dispatcher's next key prepares it; what it wrote counts as written."""
+    names = [argument.name for argument in op._schema.arguments]
+    places = written(op)
+    wanted = (_recording if spec.differentiable else _refusing)(spec, op)
+
+    def anew(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return Call(nullcontext(), op, args, kwargs)
+
+    below = next_kernel(anew, preparing)
+
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_tangents(spec, names, args, kwargs)
         if want_gradient(args, kwargs):
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            name = next(name for name in names if _wants_gradient(given.get(name)))
-            raise RuntimeError(
-                f"{spec.name}: `{name}` requires grad, and this op has no backward. {remedy}"
-            )
+            return wanted(*args, **kwargs)
         # counted once, below: PyTorch would refuse a tensor of inference mode that it has written
         with below_autograd():
-            out = below(keys)(*args, **kwargs)
+            call = below(keys)(args, kwargs)
+            with call.ready:
+                out = call.function(*call.args, **call.kwargs)
+            if call.ran is not None:
+                call.ran()
         if places:
             # kernels write behind PyTorch's back: a backward that saved a cache has to know
             increment_version([cache for _, cache in caches(places, args, kwargs)])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from . import log
 from .common import nz
@@ -28,6 +29,20 @@ _ROOT = __package__.rpartition(".")[0]
 _AS_IT_IS = nullcontext()
 
 Bind = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
+
+
+class Call(NamedTuple):
+    """How a call is made: inside `ready`, `function(*args, **kwargs)`, and `ran()` behind it.
+    Whoever asks for it does so, that no frame but his is between a user and a launcher."""
+
+    ready: AbstractContextManager[Any]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ran: Callable[[], None] | None = None
+
+
+Prepare = Callable[[tuple[Any, ...], dict[str, Any]], Call]
 
 
 @dataclass(frozen=True)
@@ -253,8 +268,10 @@ class Replay:
     def _records(self) -> bool:
         return config.replay and recorder(self.runner.backend) is not None
 
-    def plan(self) -> Any:
-        """The plan for one more call, or None."""
+    def call(
+        self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call:
+        """One more, of these tensors."""
         log.count(self._counted)
         plan = self._plan
         if plan is not None and not plan.holds():
@@ -263,7 +280,12 @@ class Replay:
         if config.log:
             how = "its launcher runs unchecked" if plan is None else f"replays {plan}"
             log.repeated(*self._counted, how)
-        return plan
+        ready = made_current(self.runner.device)
+        if plan is not None:
+            return Call(ready, plan, (tensors,), {})
+        if self.unrecorded:
+            return Call(ready, self.record, (args, kwargs), {})
+        return Call(ready, self.runner.function, (), self._bind(args, kwargs))
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unrecorded = False

@@ -7,12 +7,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from . import autograd, backends, dispatch_keys, overlap
+from .backends import Call
 from .call_cache import CallCache, cache_key
 from .op_spec import Spec
 from .registry import SPECS
@@ -94,7 +95,7 @@ def _required_tensors(spec: Spec) -> tuple[str, ...]:
     return tuple(a.name for a in arguments if isinstance(a.type, torch.TensorType))
 
 
-def _kernel(spec: Spec, key: str) -> Callable[..., Any]:
+def _preparing(spec: Spec, key: str) -> backends.Prepare:
     writes = dispatch_keys.written(overload(spec))
     cached = CallCache(bool(writes))
     _call_caches.append(cached)
@@ -102,27 +103,29 @@ def _kernel(spec: Spec, key: str) -> Callable[..., Any]:
     def bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return _bound(_defaults(spec), args, kwargs)
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        """Cached?  Else bind, check, choose.  The launcher or its plan is called from here, so that
-        no frame but autograd's and the public function's is above it."""
+    def prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Cached?  Else bind, check, choose."""
         alike = cache_key(args, kwargs)
         replay = alike and cached.find(alike)
         if alike and replay:
-            plan = replay.plan()
-            with backends.made_current(replay.runner.device):
-                if plan is not None:
-                    return plan(alike.tensors)
-                if replay.unrecorded:
-                    return replay.record(args, kwargs)
-                return replay.runner.function(**bound(args, kwargs))
+            return replay.call(alike.tensors, args, kwargs)
         _refuse_freed(spec, bound(args, kwargs))
         arguments = _checked(spec, args, kwargs)
         overlap.refuse(spec.name, [name for _, name in writes], arguments)
         runner = backends.runner(spec, key, arguments)
-        with runner.ready(arguments):
-            out = runner.function(**arguments)
-        if alike:
-            cached.keep(alike, backends.Replay(runner, bound))
+        ran = partial(cached.keep, alike, backends.Replay(runner, bound)) if alike else None
+        return Call(runner.ready(arguments), runner.function, (), arguments, ran)
+
+    return prepare
+
+
+def _kernel(prepare: backends.Prepare) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        call = prepare(args, kwargs)
+        with call.ready:
+            out = call.function(*call.args, **call.kwargs)
+        if call.ran is not None:
+            call.ran()
         return out
 
     return kernel
@@ -163,13 +166,12 @@ def _fake(spec: Spec) -> Callable[..., Any]:
 def _register(spec: Spec) -> None:
     _refuse_duplicate(spec)
     _library.define(spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    kernels = {backend.key: _kernel(spec, backend.key) for backend in backends.BACKENDS}
-    for key, kernel in kernels.items():
-        _library.impl(spec.name, kernel, key)
+    preparing = {backend.key: _preparing(spec, backend.key) for backend in backends.BACKENDS}
+    for key, prepare in preparing.items():
+        _library.impl(spec.name, _kernel(prepare), key)
     torch.library.register_fake(f"{NAMESPACE}::{spec.name}", _fake(spec), lib=_library)
-    at_autograd = autograd.differentiable if spec.differentiable else autograd.refusing
     op = overload(spec)
-    _library.impl(spec.name, at_autograd(spec, op, kernels), "Autograd", with_keyset=True)
+    _library.impl(spec.name, autograd.kernel(spec, op, preparing), "Autograd", with_keyset=True)
     for key in dispatch_keys.AUTOCAST:
         _library.impl(spec.name, dispatch_keys.as_given(op), key)
     if op._schema.is_mutable:

@@ -90,19 +90,19 @@ def _keys_below() -> Any:
 _BELOW = _keys_below()
 
 
-def next_kernel(op: Kernel, kernels: Mapping[str, Kernel]) -> Callable[[Any], Kernel]:
-    """What the dispatcher would call next for a set of keys: one of `kernels` itself, where its key
-    is the next one, and so no mode or wrapper of tensors is between; else the op again, which
-    reads all arguments anew."""
+def next_kernel(anew: Kernel, kernels: Mapping[str, Kernel]) -> Callable[[Any], Kernel]:
+    """What the dispatcher would call next for a set of keys: of `kernels` that one, where its key
+    is the next one, and so no mode or wrapper of tensors is between; else `anew`, for the op again,
+    which reads all arguments anew."""
     if _BELOW is None:
-        return lambda keys: op
+        return lambda keys: anew
     known: dict[int, Kernel] = {}
 
     def below(keys: Any) -> Kernel:
         number = keys.raw_repr()
         found = known.get(number)
         if found is None:
-            found = kernels.get((keys & _BELOW).highestPriorityTypeId().name, op)
+            found = kernels.get((keys & _BELOW).highestPriorityTypeId().name, anew)
             known[number] = found
         return found
 

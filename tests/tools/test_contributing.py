@@ -51,7 +51,6 @@ def check(x: Tensor, weight: Tensor, scale: float) -> None:
 def fake(x: Tensor, **_: Any) -> Tensor:
     return x.new_empty(x.shape)
 ''',
-        "dispatch/registry.py": [("OPS = (\n", '    "merging.toy",\n')],
     },
     2: {
         "dispatch/reference/<family>/<op>.py": '''
