@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ._keywords import worded
 from .dispatch.check import Checker
-from .dispatch.error_messages import call
 
 _ops = torch.ops.custom
 
@@ -134,8 +133,7 @@ def npu_compressor(
                 f"`{name}` is given and `state_cache` is None, expected both or neither: without a "
                 "state every request begins at position 0.",
             )
-        out = call(
-            _ops.npu_compressor_dense,
+        out = _ops.npu_compressor_dense(
             x,
             wkv,
             wgate,
@@ -153,8 +151,7 @@ def npu_compressor(
             hadamard=hadamard,
         )
         return out if return_cmp_kv else out.new_empty([0])
-    out = call(
-        _ops.npu_compressor,
+    out = _ops.npu_compressor(
         x,
         wkv,
         wgate,

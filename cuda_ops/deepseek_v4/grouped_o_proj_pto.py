@@ -36,7 +36,7 @@ from ..common.tiling import cdiv, power_of_two
 from ..prolog import quantised_matmul
 from ..prolog import stages as prolog
 from ..prolog.quantised_matmul import Weight
-from ..prolog.quantised_stages import later_products
+from ..prolog.quantised_stages import products
 from ..prolog.stages import run_sum
 from ..runtime import launches
 from .last_rotation import angles, other_of
@@ -233,7 +233,7 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
         x = _turned_back(attn_out, a["rope_sin"], a["rope_cos"], w_o_a.shape[0], first=True)
         y = _narrow_groups(x, Weight(w_o_a, ranks, a["dequant_scale_w_o_a"]), weight_format)
     of_hidden = Weight(a["w_o_b"], hidden, a["dequant_scale_w_o_b"])
-    [out] = later_products(_whole(y, dtype), [of_hidden], weight_format, "ue8m0")
+    [out] = products(_whole(y, dtype), {}, [of_hidden], weight_format, "ue8m0", dtype)
     return _whole(out, dtype).view(*front, hidden)
 
 

@@ -298,8 +298,8 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return query, query_norm, query_index, weights
     chained = gpu.has_chained_launch(device)
     used = act_seqs if seqused is None else seqused
-    down, row_sums, *proj = quantised_stages.first_products(
-        token_x.view(tokens, hidden), {}, first, weight_format, "ue8m0", dtype
+    down, row_sums, *proj = quantised_stages.products(
+        token_x.view(tokens, hidden), {}, first, weight_format, "ue8m0", dtype, first=True
     )
     of_heads = proj[0] if proj else down
     later, rows, slots = x["kv_kind"] == "fp8", ori_kv, act_seqs
@@ -358,8 +358,8 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             scale_format="ue8m0",
             k_nope_clip_alpha=None,
         )
-    q, *index = quantised_stages.later_products(
-        query_norm.view(tokens, ranks), second, weight_format, "ue8m0"
+    q, *index = quantised_stages.products(
+        query_norm.view(tokens, ranks), {}, second, weight_format, "ue8m0", dtype
     )
     of_index = index[0] if index else q
     BLOCK_N = max(1, 2048 // power_of_two(size))

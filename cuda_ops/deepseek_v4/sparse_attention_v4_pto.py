@@ -61,4 +61,16 @@ def unsupported(**arguments: Any) -> str | None:
 
 
 def forward(**arguments: Any) -> Tensor:
-    return layer_v4.Layer(**arguments).run(STAGES)
+    a = layer_v4.Layer(**arguments)
+    query, _, query_index, weights = sharedkv_prolog_pto.forward(**a.of_prolog())
+    indices = None
+    if a.cmp_kv is not None:
+        start = a.starts()
+        compressor.forward(**a.of_entries(start))
+        if a.idx_k is not None:
+            compressor.forward(**a.of_index_keys(start))
+            indices = a.selected(STAGES, query_index, weights)
+    out = a.attention(STAGES)(**a.of_attention(query, indices))[0]
+    last, given = a.output(STAGES, out)
+    done: Tensor = last(**given)
+    return done

@@ -16,7 +16,8 @@ Keys are the rows of the product, heads its columns: the sum over heads stays wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -265,18 +266,21 @@ def too_many(key: Tensor, block_table: Tensor | None, cmp_ratio: int) -> str | N
     return rows.too_many_positions(key, block_table, (reach + 1) * cmp_ratio - 1)
 
 
-@dataclass(frozen=True)
-class Scored:
-    """What comes out; `last` is what top-k gets of the last rows, whose scores are on their way."""
+class Scored(NamedTuple):
+    """What comes out, once `select_last()` has launched the top-k of the last rows."""
 
     indices: Tensor
     values: Tensor
-    last: tuple[Any, ...] | None
+    select_last: Callable[[], None]
+
+
+def _nothing() -> None:
+    pass
 
 
 def scores(**x: Unpack[Arguments]) -> Scored:
-    """Compute the scores, and launch the top-k of all chunks of rows but the last: `select()`
-    launches that one, so that a caller can run something beside it."""
+    """Compute the scores, and launch the top-k of all chunks of rows but the last, beside which a
+    caller can run something."""
     return scaled_scores(
         x["query"],
         x["key"],
@@ -318,7 +322,7 @@ def scaled_scores(
     wanted = value_dtype is not None
     values = memory.empty(selected if wanted else (0,), value_dtype or torch.float32, device)
     if indices.numel() == 0:
-        return Scored(indices, values, None)
+        return Scored(indices, values, _nothing)
     kind = quantise.PLAIN.value
     if key_scale is not None:
         (query, kind), (key, _) = quantise.to_read(query), quantise.to_read(key)
@@ -384,10 +388,9 @@ def scaled_scores(
         QUERY_SCALE=query_scale is not None,
         RATIO=cmp_ratio,
     )
-    last = None
+    select: Callable[[], None] = _nothing
     for first in range(0, plan.rows, chunk_rows):
-        if last is not None:
-            topk.topk(*last)
+        select()
         count = min(chunk_rows, plan.rows - first)
         if on_hopper:
             hopper.launch(
@@ -425,7 +428,8 @@ def scaled_scores(
                 C=constants,
                 num_warps=4,
             )
-        last = (
+        select = partial(
+            topk.topk,
             score[:count],
             lengths,
             flat_indices[first : first + count],
@@ -433,18 +437,13 @@ def scaled_scores(
             sparse_count,
             sample,
         )
-    return Scored(indices, values, last)
-
-
-def select(scored: Scored) -> tuple[Tensor, Tensor]:
-    """(indices, values): the last rows' selection, with which all are made."""
-    if scored.last is not None:
-        topk.topk(*scored.last)
-    return scored.indices, scored.values
+    return Scored(indices, values, select)
 
 
 def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
-    return select(scores(**arguments))
+    found = scores(**arguments)
+    found.select_last()
+    return found.indices, found.values
 
 
 def scored(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
@@ -465,4 +464,5 @@ def scored(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         torch.float32,
         x["cmp_ratio"],
     )
-    return select(found)
+    found.select_last()
+    return found.indices, found.values

@@ -45,11 +45,13 @@ def scored(**arguments: Any) -> tuple[Tensor, Tensor]:
 
 def selected(value_dtype: torch.dtype | None, **arguments: Any) -> tuple[Tensor, Tensor]:
     """(indices, scores of `value_dtype`, or none)"""
-    return lightning_indexer.select(scores(value_dtype, **arguments))
+    found = scores(value_dtype, **arguments)
+    found.select_last()
+    return found.indices, found.values
 
 
 def scores(value_dtype: torch.dtype | None, **x: Unpack[Arguments]) -> lightning_indexer.Scored:
-    """What `lightning_indexer.select` selects from."""
+    """As lightning_indexer.scores."""
     return lightning_indexer.scaled_scores(
         quantised.typed(x["query"], x["query_dtype"]),
         quantised.typed(x["key"], x["key_dtype"]),

@@ -44,7 +44,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         query_index = memory.empty((requests, steps, heads, size), kinds[0], device)
         return query_index, memory.empty((requests, steps, heads), kinds[1], device)
     if x["weight_quant_mode"] or x["kv_cache_quant_mode"]:
-        return _of_8_bits(**x)
+        return of_8_bits(**x)
     weights = memory.empty((requests, steps, heads), token_x.dtype, device)
     partial = product(
         token_x.view(tokens, hidden),
@@ -76,7 +76,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     return query_index, weights
 
 
-def _of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+def of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     token_x, weight_qb, weight_k = a["token_x"], a["weight_qb"], a["weight_k"]
     weight_format, scale_format = a["weight_format"], a["scale_format"]
     shape, hidden = (token_x.shape[0], token_x.shape[1]), token_x.shape[-1]
@@ -115,13 +115,14 @@ def _of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     q = quantised_stages.index_product(
         c, weight, weight_format, of, first=not made, second=bool(made)
     )
-    key, proj = quantised_stages.first_products(
+    key, proj = quantised_stages.products(
         x,
         rows,
         [Weight(weight_k, size, a["dequant_scale_w_k"]), Weight(a["weight_proj"], heads, None)],
         weight_format,
         scale_format,
         token_x.dtype,
+        first=q is None,
         late=q is not None,
     )
     return quantised_stages.index_side(key, proj, q, c, weight, weight_format, shape, of)

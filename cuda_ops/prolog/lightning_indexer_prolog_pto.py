@@ -27,9 +27,16 @@ def unsupported(token_x: Tensor, **_: Any) -> str | None:
 def forward(**a: Any) -> tuple[Tensor, Tensor, Tensor]:
     tokens, dtype, device = a["token_x"].shape[0], a["token_x"].dtype, a["token_x"].device
     size = a["ln_gamma_k"].shape[0]
+    if tokens == 0:
+        shape = 0, a["weights_proj"].shape[-1]
+        return (
+            memory.empty((*shape, size), torch.int8, device),
+            memory.empty((*shape, 1), torch.float16, device),
+            memory.empty(shape, torch.float16, device),
+        )
     keys = memory.empty((tokens, 1, 1, size), dtype, device)
     own = torch.arange(tokens, dtype=torch.int32, device=device)
-    query, weights = indexer_prolog_pto.forward(**w8a8c8.as_pto(a, keys, own))
+    query, weights = indexer_prolog_pto.of_8_bits(**w8a8c8.as_pto(a, keys, own))
     form: dict[str, Any] = dict(scale_format="ue8m0", index_hadamard=False, hadamard_round="bf16")
     index_cache_write.forward(
         k=w8a8c8.transformed(keys.view(tokens, size), a["hadamard_k"]),

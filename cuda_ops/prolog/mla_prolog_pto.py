@@ -98,7 +98,7 @@ def _of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
     heads, plain, rank = a["weight_uk"].shape
     ranks, rotary = rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]
     x = token_x.view(-1, hidden)
-    down, latent = quantised_stages.first_products(
+    down, latent = quantised_stages.products(
         x,
         {} if a["dequant_scale_x"] is None else {x.dtype: Rows(x, a["dequant_scale_x"])},
         [
@@ -108,6 +108,7 @@ def _of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
         a["weight_format"],
         a["scale_format"],
         rmsnorm_gamma_cq.dtype,
+        first=True,
     )
     of = quantised_stages.Latent(
         rmsnorm_gamma_cq,

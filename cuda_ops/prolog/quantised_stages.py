@@ -2,8 +2,7 @@
 # Copyright the npu-custom-ops authors
 """What both prologs are made of where weights or caches have 8 bits, no op itself.
 
-    first_products   x by several weights, quantised once, where an op starts
-    later_products   the same of what a kernel of the op has made
+    products         x by several weights, quantised once
     latent_tokens    sums -> query norm, also as its product takes it; cache rows of either kind
     query_heads      c -> absorbed latent query, rotated query heads
     index_product    c -> sums of the index heads
@@ -65,7 +64,7 @@ from .stages import (
 HEADS = 16  # index heads that one program takes
 
 
-def first_products(
+def products(
     x: Tensor,
     rows: dict[torch.dtype, Rows],
     weights: Sequence[Weight],
@@ -73,32 +72,14 @@ def first_products(
     scale_format: str,
     dtype: torch.dtype,
     *,
+    first: bool = False,
     late: bool = False,
 ) -> list[Tensor]:
-    """x [T, K] by each weight: sums [RUNS, T, N], in float32.  Weights that lie alike share a
-    launch.  `rows`: x as weights of a dtype take it, as far as it is there.  `late` as for product,
-    and then all of it is."""
-    return _products(x, rows, weights, weight_format, scale_format, dtype, True, not late, late)
-
-
-def later_products(
-    x: Tensor, weights: Sequence[Weight], weight_format: str, scale_format: str
-) -> list[Tensor]:
-    """The same, of x's dtype where K is in one run; the kernel before has made x."""
-    return _products(x, {}, weights, weight_format, scale_format, x.dtype, False, False, False)
-
-
-def _products(
-    x: Tensor,
-    rows: dict[torch.dtype, Rows],
-    weights: Sequence[Weight],
-    weight_format: str,
-    scale_format: str,
-    dtype: torch.dtype,
-    keep_float: bool,
-    first: bool,
-    late: bool,
-) -> list[Tensor]:
+    """x [T, K] by each weight: sums [RUNS, T, N].  Weights that lie alike share a launch.  `rows`:
+    x as weights of a dtype take it, as far as it is there.  `first` and `late` (then all of `rows`
+    is there) as for product: x is the op's, and the sums are float32.  Without them a kernel of the
+    op has made x, and sums of one run are of `dtype`."""
+    keep_float = first or late
     plain = [weight for weight in weights if weight.scale is None]
     groups: dict[tuple[torch.dtype, int], list[Weight]] = {}
     for weight in weights:

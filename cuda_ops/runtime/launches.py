@@ -430,7 +430,7 @@ class _Recorder(Mode):
 
     def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        if not self._launching and not func.is_view:
+        if not self._launching and not (func.is_view and _is_view(out, (args, kwargs))):
             self._try(self._operated, func, args, kwargs, out)
         return out
 
@@ -457,7 +457,7 @@ class _Recorder(Mode):
             return _Made(self._slot(out), tuple(out.shape), out.dtype, out.device)
         step = _Called(func, *self._placed((args, kwargs)))
         returns = func._schema.returns
-        if all(each.alias_info is None for each in returns):
+        if func.is_view or all(each.alias_info is None for each in returns):
             made = tree_flatten(out)[0]
             if not all(isinstance(each, Tensor) for each in made):
                 raise _NoPlan
@@ -510,6 +510,12 @@ class _Recorder(Mode):
         if not all(isinstance(x, Tensor) or _is_constant(x) for x in (*args, *named.values())):
             raise _NoPlan
         return _Called(kernel[grid], *self._placed((args, named)))
+
+
+def _is_view(out: Any, given: Any) -> bool:
+    """Of a tensor that the operator got: `to`, `reshape` and the like may copy instead."""
+    whose = {storage_of(each) for each in tree_flatten(given)[0] if isinstance(each, Tensor)}
+    return all(storage_of(each) in whose for each in tree_flatten(out)[0])
 
 
 def _is_constant(value: Any) -> bool:

@@ -51,20 +51,9 @@ def with_statistics(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return attended(True, **arguments)
 
 
-def attended(statistics: bool, query: Tensor, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, softmax_max, softmax_sum), the last two empty without `statistics`"""
-    return attended_apart(
-        statistics,
-        query.narrow(-1, 0, quantised.LATENT),
-        query.narrow(-1, quantised.LATENT, quantised.ROTARY),
-        **arguments,
-    )
-
-
-def attended_apart(
+def attended(
     statistics: bool,
     query: Tensor,
-    query_rope: Tensor,
     key: Tensor,
     value: Tensor,
     sparse_indices: Tensor,
@@ -80,9 +69,13 @@ def attended_apart(
     value_dtype: int | None,
     sinks: Tensor | None,
     row_layout: str,
+    query_rope: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of queries whose two parts are tensors of their own."""
+    """(out, softmax_max, softmax_sum), the last two empty without `statistics`; `query_rope`: the
+    rotary part of the queries, where it is no part of `query`."""
+    if query_rope is None:
+        query, query_rope = query.split([quantised.LATENT, quantised.ROTARY], -1)
     nope, rope, scale = _parts(key, key_dtype, row_layout, query)
     of_value, _rope, value_scale = _parts(value, value_dtype, row_layout, query)
     return sparse_flash_attention.attend(

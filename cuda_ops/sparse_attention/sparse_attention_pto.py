@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,19 +63,69 @@ def unsupported(**arguments: Any) -> str | None:
     return layer.Whole(**arguments).unsupported(REASONS)
 
 
-def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
-    a = layer.Whole(**arguments)
-    requests, steps, hidden = a.x.shape
-    heads, _plain, rank = a.w_uk.shape
-    ranks, rotary, size = a.gamma_cq.shape[0], a.sin.shape[-1], a.in_gamma_k.shape[0]
-    dtype, device = a.x.dtype, a.x.device
-    tokens = requests * steps
-    if tokens == 0:
-        indices = memory.empty((requests, steps, 1, a.sparse_count), torch.int32, device)
-        return memory.empty((requests, steps, heads, rank), dtype, device), indices
-    if a.weight_quant_mode or a.index_weight_quant_mode or a.in_rows or a.in_bytes:
-        return _of_8_bits(a)
+class Queries(NamedTuple):
+    """What a layer's prologs give: of the indexer scores, the queries of the attention once they
+    are asked for, and whether these are launched `first`, ahead of the top-k in its stream."""
 
+    scored: lightning_indexer.Scored
+    absorbed: Callable[..., tuple[Tensor, Tensor]]
+    first: bool
+
+
+def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
+    """npu_sparse_attention_indices_pto"""
+    a = layer.Whole(**arguments)
+    return _attended(a, _prologs(a)(a))
+
+
+def forward(**arguments: Any) -> Tensor:
+    a = layer.Whole(**arguments)
+    return _attended(a, _prologs(a)(a))[0]
+
+
+def _prologs(a: layer.Whole) -> Callable[[layer.Whole], Queries | None]:
+    if a.x.shape[0] * a.x.shape[1] == 0:
+        return _of_no_token
+    narrow = a.weight_quant_mode or a.index_weight_quant_mode or a.in_rows or a.in_bytes
+    return _of_8_bits if narrow else _of_16_bits
+
+
+def _attended(a: layer.Whole, queries: Queries | None) -> tuple[Tensor, Tensor]:
+    if queries is None:
+        front, heads, rank = a.x.shape[:2], a.w_uk.shape[0], a.w_uk.shape[-1]
+        indices = memory.empty((*front, 1, a.sparse_count), torch.int32, a.x.device)
+        return memory.empty((*front, heads, rank), a.x.dtype, a.x.device), indices
+    scored, absorbed, first = queries
+    if not a.x.is_cuda:
+        scored.select_last()
+        query, query_rope = absorbed()
+    else:
+        with launches.SideStream(a.x.device) as side:
+            if first:
+                query, query_rope = absorbed()
+                with side.stream():
+                    scored.select_last()
+            else:
+                scored.select_last()
+                with side.stream():
+                    query, query_rope = absorbed(forked=True)
+    indices = scored.indices
+    if not a.in_rows:
+        chosen = a.of_attention(query, query_rope, indices)
+        return sparse_flash_attention.forward(**chosen)[0], indices
+    chosen = a.of_rows(query, indices) | dict(query_rope=query_rope)
+    return kv_quant_sparse_flash_attention.attended(False, **chosen)[0], indices
+
+
+def _of_no_token(a: layer.Whole) -> None:
+    pass
+
+
+def _of_16_bits(a: layer.Whole) -> Queries:
+    requests, steps, hidden = a.x.shape
+    rank = a.w_uk.shape[-1]
+    ranks, rotary, size = a.gamma_cq.shape[0], a.sin.shape[-1], a.in_gamma_k.shape[0]
+    dtype, device, tokens = a.x.dtype, a.x.device, requests * steps
     query_norm = memory.empty((tokens, ranks), dtype, device)
     weights = memory.empty((requests, steps, a.index_heads), dtype, device)
     projected = product(
@@ -137,39 +187,15 @@ def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
     )
     # of more than 128 tokens the queries' programs would leave those of the top-k no registers
     first = tokens <= 128 and stages.is_one_launch(*of_heads)
-    (query, query_rope), indices = _side_by_side(a, absorbed, scored, first)
-    out, _, _ = sparse_flash_attention.forward(**a.of_attention(query, query_rope, indices))
-    return out, indices
+    return Queries(scored, absorbed, first)
 
 
-def _side_by_side(
-    a: layer.Whole,
-    absorbed: Callable[..., tuple[Tensor, Tensor]],
-    scored: lightning_indexer.Scored,
-    first: bool,
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """The queries of the attention beside the selection; `first`: ahead of it in this stream."""
-    if not a.x.is_cuda:
-        indices, _ = lightning_indexer.select(scored)
-        return absorbed(), indices
-    with launches.SideStream(a.x.device) as side:
-        if first:
-            queries = absorbed()
-            with side.stream():
-                indices, _ = lightning_indexer.select(scored)
-        else:
-            indices, _ = lightning_indexer.select(scored)
-            with side.stream():
-                queries = absorbed(forked=True)
-    return queries, indices
-
-
-def _of_8_bits(a: layer.Whole) -> tuple[Tensor, Tensor]:
+def _of_8_bits(a: layer.Whole) -> Queries:
     """The same stages on weights or caches of 8 bits (prolog/quantised_stages.py)."""
     requests, steps, hidden = a.x.shape
     heads, plain, rank = a.w_uk.shape
     ranks, rotary, size = a.gamma_cq.shape[0], a.sin.shape[-1], a.in_gamma_k.shape[0]
-    down, latent, key, proj = quantised_stages.first_products(
+    down, latent, key, proj = quantised_stages.products(
         a.x.view(-1, hidden),
         {},
         [
@@ -181,6 +207,7 @@ def _of_8_bits(a: layer.Whole) -> tuple[Tensor, Tensor]:
         a.weight_format,
         a.scale_format,
         a.x.dtype,
+        first=True,
     )
     of_latents = quantised_stages.Latent(
         a.gamma_cq,
@@ -240,13 +267,4 @@ def _of_8_bits(a: layer.Whole) -> tuple[Tensor, Tensor]:
         into=stages.query_room(a.w_uk, a.sin, shape),
     )
     first = requests * steps <= 128 and quantised_stages.is_one_launch(*of_heads)
-    (query, query_rope), indices = _side_by_side(a, absorbed, scored, first)
-    if not a.in_rows:
-        chosen = a.of_attention(query, query_rope, indices)
-        return sparse_flash_attention.forward(**chosen)[0], indices
-    chosen = a.of_rows(query, indices) | dict(query_rope=query_rope)
-    return kv_quant_sparse_flash_attention.attended_apart(False, **chosen)[0], indices
-
-
-def forward(**arguments: Any) -> Tensor:
-    return with_indices(**arguments)[0]
+    return Queries(scored, absorbed, first)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...dispatch.common import layer
+from ..prolog import mla_prolog_pto
 from .sparse_attention_pto import REASONS, STAGES
 
 
@@ -17,4 +18,6 @@ def unsupported(**arguments: Any) -> str | None:
 
 
 def forward(**arguments: Any) -> Tensor:
-    return layer.Shared(**arguments).run(STAGES)
+    a = layer.Shared(**arguments)
+    query, query_rope, *_ = mla_prolog_pto.with_rows(**a.of_mla_prolog())
+    return a.attended(STAGES, query, query_rope, a.sparse_indices)

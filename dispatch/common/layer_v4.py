@@ -292,7 +292,7 @@ class Layer:
             )
             asked.append((indexer, self.of_indexer(index, weights)))
             indices = self._like(1, self.sparse_count)
-        asked.append((self._attention(reasons), self.of_attention(query, indices)))
+        asked.append((self.attention(reasons), self.of_attention(query, indices)))
         asked.append((reasons.grouped_o_proj, self.of_output(query)))
         for reason_of, arguments in asked:
             reason: str | None = reason_of(**arguments)
@@ -306,7 +306,7 @@ class Layer:
         one = self.x[..., :1].view(batch, rows, *(1 for _ in size))
         return one.expand(batch, rows, *size)
 
-    def _attention(self, stages: Stages) -> Callable[..., Any]:
+    def attention(self, stages: Stages) -> Callable[..., Any]:
         if self.in_rows:
             return stages.kv_quant_sparse_attn_sharedkv
         return stages.sparse_attn_sharedkv
@@ -317,9 +317,11 @@ class Layer:
         if self.cmp_kv is not None:
             self.compress(stages)
             if self.idx_k is not None:
-                indices = self._selected(stages, query_index, weights)
-        out = self._attention(stages)(**self.of_attention(query, indices))[0]
-        return self._output(stages, out)
+                indices = self.selected(stages, query_index, weights)
+        out = self.attention(stages)(**self.of_attention(query, indices))[0]
+        last, given = self.output(stages, out)
+        done: Tensor = last(**given)
+        return done
 
     def compress(self, stages: Stages) -> None:
         """The entries, and the index keys where there are any."""
@@ -328,7 +330,7 @@ class Layer:
         if self.idx_k is not None:
             stages.compressor(**self.of_index_keys(start))
 
-    def _selected(self, stages: Stages, query_index: Tensor, weights: Tensor) -> Tensor:
+    def selected(self, stages: Stages, query_index: Tensor, weights: Tensor) -> Tensor:
         indices: Tensor
         if self.in_bytes:
             given = self.of_quantisation(query_index, weights)
@@ -338,10 +340,8 @@ class Layer:
             indices = stages.lightning_indexer(**self.of_indexer(query_index, weights))[0]
         return indices
 
-    def _output(self, stages: Stages, out: Tensor) -> Tensor:
-        done: Tensor
+    def output(self, stages: Stages, out: Tensor) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The last stage, and what it takes."""
         if self.w_o_a is None:
-            done = stages.turned_back(attn_out=out, rope_sin=self.sin, rope_cos=self.cos)
-        else:
-            done = stages.grouped_o_proj(**self.of_output(out))
-        return done
+            return stages.turned_back, dict(attn_out=out, rope_sin=self.sin, rope_cos=self.cos)
+        return stages.grouped_o_proj, self.of_output(out)

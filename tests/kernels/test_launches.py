@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from custom.dispatch import backends, call_cache, log, register
-from custom.dispatch.common import memory
+from custom.dispatch.common import memory, private_torch
 from custom.dispatch.common.modes import Mode
 from custom.dispatch.registry import BY_NAME, SPECS
 from torch import Tensor
@@ -663,6 +663,23 @@ def test_a_plan_repeats_operators_and_cuts_results():
     x, y = torch.randn(4), torch.randn(3)
     for ours, wanted in zip(plan([x, y]), launcher(x, y), strict=True):
         assert torch.equal(ours, wanted) and ours.stride() == wanted.stride()
+
+
+def test_a_plan_repeats_operators_that_copy_where_they_must():
+    """As launchers call them: below autograd a mode sees `to` and `reshape` themselves."""
+
+    def launcher(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.float().t().reshape(-1), x.float().double().to(torch.float16)
+
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(x=args[0])
+
+    with private_torch.below_autograd():
+        _, plan = launches.record(launcher, bind, (torch.zeros(2, 3),), {})
+        assert plan is not None
+        x = torch.randn(2, 3)
+        for ours, wanted in zip(plan([x]), launcher(x), strict=True):
+            assert torch.equal(ours, wanted) and ours.dtype is wanted.dtype
 
 
 @pytest.mark.parametrize("pretended", [(9, 0)], ids=["sm90"], indirect=True)

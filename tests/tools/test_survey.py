@@ -88,3 +88,11 @@ def test_the_tree_of_today_has_its_ops():
     from custom.dispatch.registry import SPECS
 
     assert survey.ops(survey.tree()) == {spec.name for spec in SPECS}
+
+
+def test_few_frames_are_between_a_user_and_triton():
+    from custom.dispatch.registry import SPECS
+
+    found = survey.frames(spec.name for spec in SPECS)
+    over = {op: calls for op, calls in found.items() if calls[0] > 7 or calls[1] > 4}
+    assert not over
