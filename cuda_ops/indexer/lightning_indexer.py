@@ -27,7 +27,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...dispatch.common import memory
-from ...dispatch.ops.indexer.lightning_indexer import Arguments
+from ...dispatch.ops.indexer.lightning_indexer import Arguments, Selection
 from ..common import gpu, quantise, rows
 from ..runtime import launches
 from . import topk
@@ -281,41 +281,22 @@ def _nothing() -> None:
 def scores(**x: Unpack[Arguments]) -> Scored:
     """Compute the scores, and launch the top-k of all chunks of rows but the last, beside which a
     caller can run something."""
-    return scaled_scores(
-        x["query"],
-        x["key"],
-        x["weights"],
-        None,
-        None,
-        x["actual_seq_lengths_query"],
-        x["actual_seq_lengths_key"],
-        x["block_table"],
-        x["layout_query"],
-        x["layout_key"],
-        x["sparse_count"],
-        x["sparse_mode"],
-        x["query"].dtype if x["return_value"] else None,
-        x["cmp_ratio"],
-    )
+    value_dtype = x["query"].dtype if x["return_value"] else None
+    return scores_of(x, x["query"], x["key"], None, None, value_dtype)
 
 
-def scaled_scores(
+def scores_of(
+    x: Selection,
     query: Tensor,
     key: Tensor,
-    weights: Tensor,
     query_scale: Tensor | None,
     key_scale: Tensor | None,
-    lengths_query: Tensor | None,
-    lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    sparse_count: int,
-    sparse_mode: int,
     value_dtype: torch.dtype | None,
-    cmp_ratio: int,
 ) -> Scored:
-    """The same, of floats, or of 8 bits with `key_scale`; values of `value_dtype`, or none."""
+    """The same, of queries and keys that are floats, or of 8 bits with `key_scale`; values of
+    `value_dtype`, or none."""
+    weights, sparse_count, cmp_ratio = x["weights"], x["sparse_count"], x["cmp_ratio"]
+    layout_key = x["layout_key"]
     device = query.device
     selected = (*query.shape[:-2], 1, sparse_count)
     indices = memory.empty(selected, torch.int32, device)
@@ -329,12 +310,12 @@ def scaled_scores(
     plan = rows.plan(
         query,
         key,
-        lengths_query,
-        lengths_key,
-        block_table,
-        layout_query,
+        x["actual_seq_lengths_query"],
+        x["actual_seq_lengths_key"],
+        x["block_table"],
+        x["layout_query"],
         layout_key,
-        sparse_mode,
+        x["sparse_mode"],
     )
     heads, dim = query.shape[-2:]
     q = query.reshape(plan.rows, heads, dim)
@@ -448,21 +429,6 @@ def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
 
 def scored(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     """npu_lightning_indexer_scores"""
-    found = scaled_scores(
-        x["query"],
-        x["key"],
-        x["weights"],
-        None,
-        None,
-        x["actual_seq_lengths_query"],
-        x["actual_seq_lengths_key"],
-        x["block_table"],
-        x["layout_query"],
-        x["layout_key"],
-        x["sparse_count"],
-        x["sparse_mode"],
-        torch.float32,
-        x["cmp_ratio"],
-    )
+    found = scores_of(x, x["query"], x["key"], None, None, torch.float32)
     found.select_last()
     return found.indices, found.values

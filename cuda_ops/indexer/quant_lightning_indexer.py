@@ -52,19 +52,11 @@ def selected(value_dtype: torch.dtype | None, **arguments: Any) -> tuple[Tensor,
 
 def scores(value_dtype: torch.dtype | None, **x: Unpack[Arguments]) -> lightning_indexer.Scored:
     """As lightning_indexer.scores."""
-    return lightning_indexer.scaled_scores(
+    return lightning_indexer.scores_of(
+        x,
         quantised.typed(x["query"], x["query_dtype"]),
         quantised.typed(x["key"], x["key_dtype"]),
-        x["weights"],
         x["query_dequant_scale"],
         x["key_dequant_scale"],
-        x["actual_seq_lengths_query"],
-        x["actual_seq_lengths_key"],
-        x["block_table"],
-        x["layout_query"],
-        x["layout_key"],
-        x["sparse_count"],
-        x["sparse_mode"],
         value_dtype,
-        x["cmp_ratio"],
     )

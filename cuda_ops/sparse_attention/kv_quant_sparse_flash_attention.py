@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import quantised
+from ...dispatch.ops.sparse_attention.kv_quant_sparse_flash_attention import Arguments
 from . import sparse_flash_attention
 
 
@@ -52,49 +54,14 @@ def with_statistics(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attended(
-    statistics: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sparse_indices: Tensor,
-    scale_value: float,
-    block_table: Tensor | None,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_kv: Tensor | None,
-    sparse_block_size: int,
-    layout_query: str,
-    layout_kv: str,
-    sparse_mode: int,
-    key_dtype: int | None,
-    value_dtype: int | None,
-    sinks: Tensor | None,
-    row_layout: str,
-    query_rope: Tensor | None = None,
-    **_: Any,
+    statistics: bool, query_rope: Tensor | None = None, **x: Unpack[Arguments]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, softmax_max, softmax_sum), the last two empty without `statistics`; `query_rope`: the
     rotary part of the queries, where it is no part of `query`."""
+    query = x["query"]
     if query_rope is None:
         query, query_rope = query.split([quantised.LATENT, quantised.ROTARY], -1)
-    nope, rope, scale = _parts(key, key_dtype, row_layout, query)
-    of_value, _rope, value_scale = _parts(value, value_dtype, row_layout, query)
-    return sparse_flash_attention.attend(
-        query,
-        nope,
-        of_value,
-        query_rope,
-        rope,
-        scale,
-        value_scale,
-        sparse_indices,
-        scale_value,
-        block_table,
-        actual_seq_lengths_query,
-        actual_seq_lengths_kv,
-        sparse_block_size,
-        layout_query,
-        layout_kv,
-        sparse_mode,
-        statistics,
-        sinks,
-    )
+    key, rope, key_scale = _parts(x["key"], x["key_dtype"], x["row_layout"], query)
+    value, _rope, value_scale = _parts(x["value"], x["value_dtype"], x["row_layout"], query)
+    of_rows = (query_rope, rope, key_scale, value_scale, statistics)
+    return sparse_flash_attention.attend(x, query, key, value, x["sparse_indices"], *of_rows)

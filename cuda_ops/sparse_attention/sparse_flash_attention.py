@@ -37,7 +37,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from typing_extensions import Unpack
 
 from ...dispatch.common import memory
-from ...dispatch.ops.sparse_attention.sparse_flash_attention import Arguments
+from ...dispatch.ops.sparse_attention.sparse_flash_attention import Arguments, Selected
 from ..common import gpu, quantise, rows
 from ..common.combine import Parts, combine, is_chained
 from ..common.log2 import LN2, LOG2E
@@ -483,50 +483,29 @@ def unsupported(
 
 
 def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = x["query"], x["key"], x["value"]
+    rope = x["query_rope"], x["key_rope"]
+    value = key if value is None else value
     return attend(
-        x["query"],
-        x["key"],
-        x["key"] if x["value"] is None else x["value"],
-        x["query_rope"],
-        x["key_rope"],
-        None,
-        None,
-        x["sparse_indices"],
-        x["scale_value"],
-        x["block_table"],
-        x["actual_seq_lengths_query"],
-        x["actual_seq_lengths_kv"],
-        x["sparse_block_size"],
-        x["layout_query"],
-        x["layout_kv"],
-        x["sparse_mode"],
-        x["return_softmax_lse"],
-        x["sinks"],
+        x, query, key, value, x["sparse_indices"], *rope, None, None, x["return_softmax_lse"]
     )
 
 
 def attend(
+    x: Selected,
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sparse_indices: Tensor,
     query_rope: Tensor | None,
     key_rope: Tensor | None,
     key_scale: Tensor | None,
     value_scale: Tensor | None,
-    sparse_indices: Tensor,
-    scale_value: float,
-    block_table: Tensor | None,
-    lengths_query: Tensor | None,
-    lengths_key: Tensor | None,
-    sparse_block_size: int,
-    layout_query: str,
-    layout_kv: str,
-    sparse_mode: int,
     return_softmax_lse: bool,
-    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, softmax_max, softmax_sum) over keys and values that are floats, or of 8 bits with
     scales [.., 4]."""
+    layout_kv, sparse_block_size = x["layout_kv"], x["sparse_block_size"]
     device = query.device
     kind = quantise.PLAIN.value
     if key_scale is not None:
@@ -536,12 +515,12 @@ def attend(
     plan = rows.plan(
         query,
         key,
-        lengths_query,
-        lengths_key,
-        block_table,
-        layout_query,
+        x["actual_seq_lengths_query"],
+        x["actual_seq_lengths_kv"],
+        x["block_table"],
+        x["layout_query"],
         layout_kv,
-        sparse_mode,
+        x["sparse_mode"],
     )
     shape: tuple[int, ...] = (0,)
     if return_softmax_lse:  # [B, 1, S, N] and [1, T, N]: both lie as [rows, N]
@@ -560,14 +539,14 @@ def attend(
         key,
         kr,
         index,
-        sinks,
+        x["sinks"],
         out,
         softmax_max,
         softmax_sum,
         plan,
         index.shape[1] * sparse_block_size,
         sparse_block_size,
-        scale_value * LOG2E.value,
+        x["scale_value"] * LOG2E.value,
         0 if query_rope is None else query_rope.shape[-1],
     )
     uniform = all(_uniform_stride(each, layout_kv) for each in (key, kr, value))

@@ -141,16 +141,23 @@ def _lines(text: str) -> list[Line]:
         for number, line in enumerate(token.string.splitlines(), token.start[0]):
             same[number].append(" ".join(line.split()))
             shape[number].append("_" if named or value else line)
+    nodes = [*ast.walk(ast.parse(text))]
     signatures = {
         number
-        for node in ast.walk(ast.parse(text))
+        for node in nodes
         if isinstance(node, ast.FunctionDef)
         for number in range(node.lineno, node.body[0].lineno)
+    }
+    imports = {
+        number
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
     return [
         Line(" ".join(same[number]), " ".join(shape[number]), number in signatures)
         for number in sorted(same)
-        if same[number][0] not in ("import", "from")
+        if number not in imports
         and any(character.isalnum() for word in same[number] for character in word)
     ]
 

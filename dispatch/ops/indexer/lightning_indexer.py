@@ -34,7 +34,9 @@ GE = "LightningIndexer"
 ONNX = "LightningIndexer"
 
 
-class Arguments(TypedDict):
+class Selection(TypedDict):
+    """What both indexers take."""
+
     query: Tensor
     key: Tensor
     weights: Tensor
@@ -47,8 +49,11 @@ class Arguments(TypedDict):
     sparse_mode: int
     pre_tokens: int
     next_tokens: int
-    return_value: bool
     cmp_ratio: int
+
+
+class Arguments(Selection):
+    return_value: bool
 
 
 def check(return_value: bool, **arguments: Any) -> None:
@@ -58,10 +63,7 @@ def check(return_value: bool, **arguments: Any) -> None:
 def check_as(op: str, **x: Unpack[Arguments]) -> None:
     """For the op and its variant."""
     c = Checker(op)
-    c.count("cmp_ratio", x["cmp_ratio"])
-    rows, keys = layouts.letters(
-        c, ("layout_query", x["layout_query"]), ("layout_key", x["layout_key"])
-    )
+    rows, keys = letters(c, x)
     inputs(c, rows, keys, x["query"], x["key"], x["weights"])
     c.same_device(
         query=x["query"],
@@ -69,6 +71,18 @@ def check_as(op: str, **x: Unpack[Arguments]) -> None:
         actual_seq_lengths_key=x["actual_seq_lengths_key"],
         block_table=x["block_table"],
     )
+    options(c, x)
+
+
+def letters(c: Checker, x: Selection) -> tuple[str, str]:
+    """Of either indexer."""
+    c.count("cmp_ratio", x["cmp_ratio"])
+    layout = ("layout_query", x["layout_query"]), ("layout_key", x["layout_key"])
+    return layouts.letters(c, *layout)
+
+
+def options(c: Checker, x: Selection) -> None:
+    """Lengths and options of either indexer."""
     layouts.lengths(
         c,
         x["layout_query"],

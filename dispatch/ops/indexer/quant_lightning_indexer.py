@@ -11,7 +11,7 @@ As npu_lightning_indexer, on values whose scales stand beside them.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from typing_extensions import Unpack
 
 from ...check import Checker
 from ...op_spec import UNLIMITED, Variant
-from ..common import layouts, quantization
+from ..common import quantization
+from .lightning_indexer import Selection, letters, options
 
 ARGUMENTS = (
     "(Tensor query, Tensor key, Tensor weights, Tensor? query_dequant_scale,"
@@ -35,26 +36,13 @@ GE = "QuantLightningIndexer"
 ONNX = "QuantLightningIndexer"
 
 
-class Arguments(TypedDict):
-    query: Tensor
-    key: Tensor
-    weights: Tensor
+class Arguments(Selection):
     query_dequant_scale: Tensor | None
     key_dequant_scale: Tensor
     query_quant_mode: int
     key_quant_mode: int
-    actual_seq_lengths_query: Tensor | None
-    actual_seq_lengths_key: Tensor | None
-    block_table: Tensor | None
-    layout_query: str
-    layout_key: str
-    sparse_count: int
-    sparse_mode: int
-    pre_tokens: int
-    next_tokens: int
     query_dtype: int | None
     key_dtype: int | None
-    cmp_ratio: int
 
 
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
@@ -69,10 +57,7 @@ def check_as(op: str, **x: Unpack[Arguments]) -> None:
     query, key, weights = x["query"], x["key"], x["weights"]
     query_dequant_scale = x["query_dequant_scale"]
     c = Checker(op)
-    c.count("cmp_ratio", x["cmp_ratio"])
-    rows, keys = layouts.letters(
-        c, ("layout_query", x["layout_query"]), ("layout_key", x["layout_key"])
-    )
+    rows, keys = letters(c, x)
     scales = dict(query_dequant_scale=query_dequant_scale, key_dequant_scale=x["key_dequant_scale"])
     c.same_device(
         query=query,
@@ -102,17 +87,7 @@ def check_as(op: str, **x: Unpack[Arguments]) -> None:
         ("key_quant_mode", x["key_quant_mode"]),
     ):
         c.require(mode == 0, f"`{name}` is {mode}, expected 0: a scale for each token and head.")
-    layouts.lengths(
-        c,
-        x["layout_query"],
-        x["layout_key"],
-        ("actual_seq_lengths_query", x["actual_seq_lengths_query"]),
-        ("actual_seq_lengths_key", x["actual_seq_lengths_key"]),
-        x["block_table"],
-        x["cmp_ratio"],
-    )
-    layouts.options(c, x["sparse_mode"], x["pre_tokens"], x["next_tokens"])
-    c.count("sparse_count", x["sparse_count"])
+    options(c, x)
 
 
 def _scale_dtypes(c: Checker, kind: str, weights: Tensor, scales: dict[str, Tensor | None]) -> None:

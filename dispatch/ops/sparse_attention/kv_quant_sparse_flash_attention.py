@@ -12,14 +12,15 @@ scale, rounded once to the query's dtype.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import quantised
 from ...op_spec import UNLIMITED, Variant
-from ..common import layouts, quantization
+from ..common import quantization
 from . import sparse_flash_attention
 
 ARGUMENTS = (
@@ -37,32 +38,20 @@ SCHEMA = f"npu_kv_quant_sparse_flash_attention{ARGUMENTS} -> Tensor"
 GE = "KvQuantSparseFlashAttention"
 
 
-class Arguments(TypedDict):
+class Arguments(sparse_flash_attention.Selected):
     query: Tensor
     key: Tensor
     value: Tensor
     sparse_indices: Tensor
-    scale_value: float
     key_quant_mode: int
     value_quant_mode: int
     key_dequant_scale: Tensor | None
     value_dequant_scale: Tensor | None
-    block_table: Tensor | None
-    actual_seq_lengths_query: Tensor | None
-    actual_seq_lengths_kv: Tensor | None
-    sparse_block_size: int
-    layout_query: str
-    layout_kv: str
-    sparse_mode: int
-    pre_tokens: int
-    next_tokens: int
-    attention_mode: int
     quant_scale_repo_mode: int
     tile_size: int
     rope_head_dim: int
     key_dtype: int | None
     value_dtype: int | None
-    sinks: Tensor | None
     row_layout: str
 
 
@@ -80,46 +69,23 @@ def check(**arguments: Any) -> None:
     check_as("npu_kv_quant_sparse_flash_attention", **arguments)
 
 
-def check_as(
-    op: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sparse_indices: Tensor,
-    scale_value: float,
-    key_dequant_scale: Tensor | None,
-    value_dequant_scale: Tensor | None,
-    block_table: Tensor | None,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_kv: Tensor | None,
-    sparse_block_size: int,
-    layout_query: str,
-    layout_kv: str,
-    sparse_mode: int,
-    pre_tokens: int,
-    next_tokens: int,
-    attention_mode: int,
-    key_dtype: int | None,
-    value_dtype: int | None,
-    sinks: Tensor | None,
-    row_layout: str,
-    **modes: int,
-) -> None:
+def check_as(op: str, **x: Unpack[Arguments]) -> None:
     """For the op and its variant."""
     c = Checker(op)
-    rows, keys = layouts.letters(c, ("layout_query", layout_query), ("layout_kv", layout_kv))
-    caches = dict(key=(key, key_dtype), value=(value, value_dtype))
+    query, sparse_indices = x["query"], x["sparse_indices"]
+    rows, keys = sparse_flash_attention.letters(c, x)
+    caches = dict(key=(x["key"], x["key_dtype"]), value=(x["value"], x["value_dtype"]))
+    scales = {name: x[name] for name in ("key_dequant_scale", "value_dequant_scale")}
     c.same_device(
         query=query,
-        key=key,
-        value=value,
+        key=x["key"],
+        value=x["value"],
         sparse_indices=sparse_indices,
-        key_dequant_scale=key_dequant_scale,
-        value_dequant_scale=value_dequant_scale,
-        block_table=block_table,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_kv=actual_seq_lengths_kv,
-        sinks=sinks,
+        **scales,
+        block_table=x["block_table"],
+        actual_seq_lengths_query=x["actual_seq_lengths_query"],
+        actual_seq_lengths_kv=x["actual_seq_lengths_kv"],
+        sinks=x["sinks"],
     )
     c.floating("query", query)
     c.integer("sparse_indices", sparse_indices)
@@ -134,32 +100,14 @@ def check_as(
     c.shape("query", query, f"{rows} N {quantised.LATENT + quantised.ROTARY}")
     for name, (cache, _) in caches.items():
         c.shape(name, cache, f"{keys} 1 {quantised.ROW}")
-        quantization.rows(c, name, cache, row_layout)
+        quantization.rows(c, name, cache, x["row_layout"])
     c.shape("sparse_indices", sparse_indices, f"{rows} 1 K")
     c.dense_rows(query=query, sparse_indices=sparse_indices)
-    for name, mode in modes.items():
-        only, meaning = _MODES[name]
-        c.require(mode == only, f"`{name}` is {mode}, expected {only} ({meaning}).")
-    sparse_flash_attention.mode(c, attention_mode)
-    for name, scale in (
-        ("key_dequant_scale", key_dequant_scale),
-        ("value_dequant_scale", value_dequant_scale),
-    ):
+    for name, (only, meaning) in _MODES.items():
+        c.require(x[name] == only, f"`{name}` is {x[name]}, expected {only} ({meaning}).")
+    for name, scale in scales.items():
         c.require(scale is None, f"`{name}` is given, expected None: the scales are in the rows.")
-    layouts.lengths(
-        c,
-        layout_query,
-        layout_kv,
-        ("actual_seq_lengths_query", actual_seq_lengths_query),
-        ("actual_seq_lengths_kv", actual_seq_lengths_kv),
-        block_table,
-    )
-    layouts.options(c, sparse_mode, pre_tokens, next_tokens)
-    c.at_least("sparse_block_size", sparse_block_size, 1)
-    if sinks is not None:
-        c.dtype("sinks", sinks, sparse_flash_attention.statistics(query))
-        c.shape("sinks", sinks, "N")
-        c.contiguous(sinks=sinks)
+    sparse_flash_attention.options(c, query, x)
 
 
 def fake(query: Tensor, **_: Any) -> Tensor:

@@ -35,17 +35,24 @@ GE = "SparseFlashAttention"
 ONNX = "SparseFlashAttention"
 
 
-class Arguments(TypedDict):
+class Inputs(TypedDict):
+    """What the op and its gradient share."""
+
     query: Tensor
     key: Tensor
     value: Tensor | None
     sparse_indices: Tensor
+    query_rope: Tensor | None
+    key_rope: Tensor | None
+
+
+class Selected(TypedDict):
+    """What this attention and that on rows of 8 bits share."""
+
     scale_value: float
     block_table: Tensor | None
     actual_seq_lengths_query: Tensor | None
     actual_seq_lengths_kv: Tensor | None
-    query_rope: Tensor | None
-    key_rope: Tensor | None
     sparse_block_size: int
     layout_query: str
     layout_kv: str
@@ -53,34 +60,35 @@ class Arguments(TypedDict):
     pre_tokens: int
     next_tokens: int
     attention_mode: int
-    return_softmax_lse: bool
     sinks: Tensor | None
 
 
+class Arguments(Inputs, Selected):
+    return_softmax_lse: bool
+
+
 def check(**x: Unpack[Arguments]) -> None:
-    query, sinks = x["query"], x["sinks"]
+    query = x["query"]
     c = Checker("npu_sparse_flash_attention")
-    rows, keys = layouts.letters(
-        c, ("layout_query", x["layout_query"]), ("layout_kv", x["layout_kv"])
-    )
-    inputs(
-        c,
-        rows,
-        keys,
-        query,
-        x["key"],
-        x["value"],
-        x["sparse_indices"],
-        x["query_rope"],
-        x["key_rope"],
-    )
+    inputs(c, *letters(c, x), x)
     c.same_device(
         query=query,
         actual_seq_lengths_query=x["actual_seq_lengths_query"],
         actual_seq_lengths_kv=x["actual_seq_lengths_kv"],
         block_table=x["block_table"],
-        sinks=sinks,
+        sinks=x["sinks"],
     )
+    options(c, query, x)
+
+
+def letters(c: Checker, x: Selected) -> tuple[str, str]:
+    layout = ("layout_query", x["layout_query"]), ("layout_kv", x["layout_kv"])
+    return layouts.letters(c, *layout)
+
+
+def options(c: Checker, query: Tensor, x: Selected) -> None:
+    """Lengths, options and sinks."""
+    sinks = x["sinks"]
     layouts.lengths(
         c,
         x["layout_query"],
@@ -98,18 +106,10 @@ def check(**x: Unpack[Arguments]) -> None:
         c.contiguous(sinks=sinks)
 
 
-def inputs(
-    c: Checker,
-    rows: str,
-    keys: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    sparse_indices: Tensor,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-) -> None:
+def inputs(c: Checker, rows: str, keys: str, x: Inputs) -> None:
     """What the op and its gradient ask of the tensors that they share."""
+    query, key, value, sparse_indices = x["query"], x["key"], x["value"], x["sparse_indices"]
+    query_rope, key_rope = x["query_rope"], x["key_rope"]
     floats = dict(query=query, key=key, value=value, query_rope=query_rope, key_rope=key_rope)
     c.same_device(**floats, sparse_indices=sparse_indices)
     c.floating("query", query)

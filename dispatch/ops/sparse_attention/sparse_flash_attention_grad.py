@@ -8,7 +8,7 @@ d_key_rope where there is no rotary part.  torch_npu's op has no d_softmax_sum, 
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import Unpack
@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from ...check import Checker
 from ...op_spec import UNLIMITED
 from ..common import layouts
-from .sparse_flash_attention import inputs, mode, statistics
+from .sparse_flash_attention import Inputs, inputs, mode, statistics
 
 SCHEMA = (
     "npu_sparse_flash_attention_grad(Tensor query, Tensor key, Tensor? value,"
@@ -32,19 +32,13 @@ GE = "SparseFlashAttentionGrad"
 FUNCTION = "backward"
 
 
-class Arguments(TypedDict):
-    query: Tensor
-    key: Tensor
-    value: Tensor | None
-    sparse_indices: Tensor
+class Arguments(Inputs):
     d_out: Tensor
     out: Tensor
     softmax_max: Tensor
     softmax_sum: Tensor
     scale_value: float
     sparse_block_size: int
-    query_rope: Tensor | None
-    key_rope: Tensor | None
     actual_seq_qlen: Tensor | None
     actual_seq_kvlen: Tensor | None
     layout: str | None
@@ -62,17 +56,7 @@ def check(**x: Unpack[Arguments]) -> None:
     query, d_out, out, layout = x["query"], x["d_out"], x["out"], x["layout"]
     c = Checker("npu_sparse_flash_attention_grad")
     layout, rows, keys = layouts.layout(c, layout)
-    inputs(
-        c,
-        rows,
-        keys,
-        query,
-        x["key"],
-        x["value"],
-        x["sparse_indices"],
-        x["query_rope"],
-        x["key_rope"],
-    )
+    inputs(c, rows, keys, x)
     c.same_device(
         query=query,
         d_out=d_out,

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...common import layout, paged
-from ...ops.indexer.lightning_indexer import Arguments
+from ...ops.indexer.lightning_indexer import Arguments, Selection
 from ..common.precision import accumulator
 
 # scores of one head held at a time: 64 MiB in float32
@@ -37,40 +37,21 @@ def scored(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     def score(rows: Tensor, by: Tensor, slots: Tensor) -> Tensor:
         return scores(rows, layout.as_pages(x["key"]), by, slots)
 
-    return select(
-        x["query"],
-        x["key"],
-        x["weights"],
-        x["actual_seq_lengths_query"],
-        x["actual_seq_lengths_key"],
-        x["block_table"],
-        x["layout_query"],
-        x["layout_key"],
-        x["sparse_count"],
-        x["sparse_mode"],
-        x["cmp_ratio"],
-        score,
-    )
+    return select(x, x["query"], x["weights"], score)
 
 
 def select(
+    x: Selection,
     query: Tensor,
-    key: Tensor,
     weights: Tensor,
-    lengths_query: Tensor | None,
-    lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    count: int,
-    sparse_mode: int,
-    cmp_ratio: int,
     score: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """(indices, values in the accumulator's dtype) of `score(query [t, N, D], weights [t, N],
     slots [p])`."""
-    keys = layout.keys_of(key, layout_key, lengths_key, block_table, cmp_ratio)
-    rows = layout.rows_of(query, layout_query, lengths_query, keys, sparse_mode, cmp_ratio)
+    count, ratio = x["sparse_count"], x["cmp_ratio"]
+    lengths = x["actual_seq_lengths_query"], x["actual_seq_lengths_key"]
+    keys = layout.keys_of(x["key"], x["layout_key"], lengths[1], x["block_table"], ratio)
+    rows = layout.rows_of(query, x["layout_query"], lengths[0], keys, x["sparse_mode"], ratio)
     shape = [*query.shape[:-2], 1, count]
     indices = torch.full(shape, -1, dtype=torch.int32, device=query.device)
     values = query.new_zeros(shape, dtype=accumulator(query))
@@ -82,7 +63,7 @@ def select(
             continue
         # no key is visible beyond the last limit
         positions = torch.arange(int(rows.limit[tokens].max()), device=query.device)[None]
-        slots = keys.slots(key, tokens.new_full((1,), request), positions)[0]
+        slots = keys.slots(x["key"], tokens.new_full((1,), request), positions)[0]
         for block in tokens.split(max(1, _BLOCK // len(slots))):
             found = ranked(score(query[block], weights[block], slots))
             visible = (positions < rows.limit[block, None]) & (slots >= 0)

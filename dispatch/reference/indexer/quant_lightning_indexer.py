@@ -37,17 +37,4 @@ def scored(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         found = lightning_indexer.scores(rows, layout.as_pages(key), by, slots)
         return found * paged.gather(scale, slots, torch.float32)[:, 0]
 
-    return lightning_indexer.select(
-        query.float(),
-        key,
-        weights,
-        x["actual_seq_lengths_query"],
-        x["actual_seq_lengths_key"],
-        x["block_table"],
-        x["layout_query"],
-        x["layout_key"],
-        x["sparse_count"],
-        x["sparse_mode"],
-        x["cmp_ratio"],
-        score,
-    )
+    return lightning_indexer.select(x, query.float(), weights, score)

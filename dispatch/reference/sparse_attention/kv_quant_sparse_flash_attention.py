@@ -48,18 +48,5 @@ def with_statistics(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
         return torch.cat([k, selection.gather(key_rope, slot, wide)], dim=-1), v
 
     return sparse_flash_attention.attend(
-        query,
-        of_key,
-        quantised.LATENT,
-        gathered,
-        x["sparse_indices"],
-        x["scale_value"],
-        x["block_table"],
-        x["actual_seq_lengths_query"],
-        x["actual_seq_lengths_kv"],
-        x["sparse_block_size"],
-        x["layout_query"],
-        x["layout_kv"],
-        x["sparse_mode"],
-        x["sinks"],
+        x, query, of_key, quantised.LATENT, gathered, x["sparse_indices"]
     )

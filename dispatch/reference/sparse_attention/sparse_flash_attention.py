@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...common import layout
-from ...ops.sparse_attention.sparse_flash_attention import Arguments
+from ...ops.sparse_attention.sparse_flash_attention import Arguments, Selected
 from ..common import selection
 from ..common.precision import accumulator
 
@@ -33,47 +33,25 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
             k = torch.cat([k, selection.gather(x["key_rope"], slot, wide)], dim=-1)
         return k, v
 
-    out, *statistics = attend(
-        q,
-        x["key"],
-        query.shape[-1],
-        gathered,
-        x["sparse_indices"],
-        x["scale_value"],
-        x["block_table"],
-        x["actual_seq_lengths_query"],
-        x["actual_seq_lengths_kv"],
-        x["sparse_block_size"],
-        x["layout_query"],
-        x["layout_kv"],
-        x["sparse_mode"],
-        x["sinks"],
-    )
+    out, *statistics = attend(x, q, x["key"], query.shape[-1], gathered, x["sparse_indices"])
     if not x["return_softmax_lse"]:
         statistics = [each.new_empty([0]) for each in statistics]
     return out, statistics[0], statistics[1]
 
 
 def attend(
+    x: Selected,
     query: Tensor,
     key: Tensor,
     size: int,
     gathered: Callable[[Tensor], tuple[Tensor, Tensor]],
     sparse_indices: Tensor,
-    scale: float,
-    block_table: Tensor | None,
-    lengths_query: Tensor | None,
-    lengths_key: Tensor | None,
-    block_size: int,
-    layout_query: str,
-    layout_key: str,
-    sparse_mode: int,
-    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out [.., N, size], softmax_max, softmax_sum) over the keys and values `gathered` at
     slots [t, K]; `key` says where they lie."""
-    keys = layout.keys_of(key, layout_key, lengths_key, block_table)
-    rows = layout.rows_of(query, layout_query, lengths_query, keys, sparse_mode)
+    lengths = x["actual_seq_lengths_query"], x["actual_seq_lengths_kv"]
+    keys = layout.keys_of(key, x["layout_kv"], lengths[1], x["block_table"])
+    rows = layout.rows_of(query, x["layout_query"], lengths[0], keys, x["sparse_mode"])
     *batch, length, heads, whole = query.shape
     out = query.new_zeros([*batch, length, heads, size])
     softmax_max = query.new_full([*batch, 1, length, heads], -torch.inf, dtype=accumulator(query))
@@ -83,9 +61,10 @@ def attend(
     q, o = query.flatten(0, -3), out.flatten(0, -3)
     top, total = softmax_max.flatten(0, -2), softmax_sum.flatten(0, -2)
     numbers = whole + 2 * heads + size
+    block_size = x["sparse_block_size"]
     for tokens, slot in selection.slots(key, sparse_indices, block_size, rows, keys, numbers):
         k, v = gathered(slot)
-        z = selection.logits(q[tokens], k, scale, slot)
-        seen, top[tokens], total[tokens] = selection.attended(z, v, sinks)
+        z = selection.logits(q[tokens], k, x["scale_value"], slot)
+        seen, top[tokens], total[tokens] = selection.attended(z, v, x["sinks"])
         o[tokens] = seen.to(out.dtype)
     return out, softmax_max, softmax_sum
