@@ -3,8 +3,8 @@
 """What the inference ops compute, as plain PyTorch that torch.export can trace for any size.
 
 The references of the same ops loop over blocks of requests and tokens to keep memory small; here
-nothing depends on a size or a value, so that one graph serves every batch and length.  Where a
-reference is like that already, it stands here itself.
+nothing depends on a size or a value, so that one graph serves every batch and length.  A reference
+that is like that already needs nothing here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch import Tensor
 from torch._higher_order_ops.scan import scan
 from typing_extensions import Unpack
 
+from ..dispatch import backends
 from ..dispatch.common import gated_delta, layer, layout
+from ..dispatch.op_spec import Spec
 from ..dispatch.ops.attention.fused_attention import Arguments as FusedAttention
 from ..dispatch.ops.delta_rule.chunk_gated_delta_rule import Arguments as ChunkGatedDeltaRule
 from ..dispatch.ops.delta_rule.chunk_kda import Arguments as ChunkKda
@@ -31,19 +33,15 @@ from ..dispatch.ops.delta_rule.recurrent_gated_delta_rule import (
 from ..dispatch.ops.indexer.indexer_loss import Arguments as IndexerLoss
 from ..dispatch.ops.sparse_attention.sparse_flash_attention import Arguments as SparseFlashAttention
 from ..dispatch.reference.attention.fused_attention import finite
-from ..dispatch.reference.caches import hadamard, quantize_index_query
+from ..dispatch.reference.caches import quantize_index_query
 from ..dispatch.reference.common import delta_rules, selection
 from ..dispatch.reference.common.precision import accumulator
-from ..dispatch.reference.convolution import (
-    causal_conv1d,
-    causal_conv1d_update,
-    fused_causal_conv1d,
-)
+from ..dispatch.reference.convolution import causal_conv1d_update
 from ..dispatch.reference.delta_rule import chunk_kda as kda
 from ..dispatch.reference.delta_rule import fused_sigmoid_gating_delta_rule_update as gating
 from ..dispatch.reference.delta_rule import gated_rms_norm
 from ..dispatch.reference.indexer import indexer_loss
-from ..dispatch.reference.merging import localize_indices, merge_states, merge_topk
+from ..dispatch.reference.merging import merge_topk
 from ..dispatch.reference.prolog import indexer_prolog_pto, mla_prolog_pto
 
 _LAST = 2**62  # a position behind every key
@@ -506,6 +504,7 @@ def _refuse_verification(
     return None
 
 
+# of an op that has a node and is not here: its reference, which is traced
 DECOMPOSITIONS: dict[str, Decomposition] = {
     "npu_sparse_attention_pto": Decomposition(sparse_attention_pto, _refuse_8_bits),
     "npu_sparse_attention_indices_pto": Decomposition(sparse_attention_indices_pto, _refuse_8_bits),
@@ -519,7 +518,6 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
     "npu_quant_lightning_indexer_scores": Decomposition(
         quant_lightning_indexer_scores, _refuse_all_but_int8
     ),
-    "npu_hadamard": Decomposition(hadamard.forward),
     "npu_quantize_index_query": Decomposition(quantize_index_query.forward, _refuse_fp8),
     "npu_indexer_loss": Decomposition(loss_of_indexer),
     "npu_fused_attention": Decomposition(fused_attention, _refuse_float8_and_varlen),
@@ -527,17 +525,22 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
         delta_rule_update, _refuse_verification
     ),
     "npu_chunk_gated_delta_rule": Decomposition(chunk_gated_delta_rule),
-    "npu_merge_states": Decomposition(merge_states.forward),
     "npu_merge_topk": Decomposition(merge_of_topk),
-    "npu_localize_indices": Decomposition(localize_indices.forward),
     "npu_chunk_kda": Decomposition(chunk_kda),
     "npu_gated_delta_layer_decode": Decomposition(gated_delta_layer_decode, _refuse_verification),
-    "npu_gated_rms_norm": Decomposition(gated_rms_norm.forward),
-    "npu_causal_conv1d": Decomposition(causal_conv1d.forward),
-    "npu_causal_conv1d_update": Decomposition(causal_conv1d_update.forward),
     "npu_recurrent_gated_delta_rule": Decomposition(recurrent_gated_delta_rule),
-    "npu_fused_causal_conv1d": Decomposition(fused_causal_conv1d.forward),
 }
+
+
+def decomposition(spec: Spec) -> Decomposition | None:
+    """None: the op has no node."""
+    found = DECOMPOSITIONS.get(spec.name)
+    if found is None and spec.onnx is not None:
+        reference = backends.launcher(backends.REFERENCE, spec)
+        assert reference is not None  # every op has one
+        found = Decomposition(reference.function)
+    return found
+
 
 # why an op that is not for training has none
 _NOTHING = "it returns nothing, and a node has an output of its own"

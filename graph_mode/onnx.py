@@ -27,7 +27,7 @@ from ..dispatch.errors import NotSupported, need
 from ..dispatch.op_spec import Spec
 from ..dispatch.register import NAMESPACE, bind, overload
 from ..dispatch.registry import SPECS
-from .decompositions import DECOMPOSITIONS, REASONS, Decomposition
+from .decompositions import REASONS, Decomposition, decomposition
 
 if TYPE_CHECKING:
     import onnx
@@ -295,7 +295,7 @@ def _replace(graph: torch.fx.Graph, node: torch.fx.Node, spec: Spec, key: str) -
 
 
 def _decomposition(call: _Call) -> Decomposition:
-    found = DECOMPOSITIONS.get(call.spec.name)
+    found = decomposition(call.spec)
     if found is None:
         why = REASONS.get(call.spec.name, "it is for training")
         raise NotSupported(f"{call.spec.name} has no ONNX form: {why}.")
