@@ -31,6 +31,9 @@ from ..dispatch.ops.delta_rule.recurrent_gated_delta_rule import (
     Arguments as RecurrentGatedDeltaRule,
 )
 from ..dispatch.ops.indexer.indexer_loss import Arguments as IndexerLoss
+from ..dispatch.ops.indexer.lightning_indexer import Arguments as LightningIndexer
+from ..dispatch.ops.indexer.lightning_indexer import Selection
+from ..dispatch.ops.indexer.quant_lightning_indexer import Arguments as QuantLightningIndexer
 from ..dispatch.ops.sparse_attention.sparse_flash_attention import Arguments as SparseFlashAttention
 from ..dispatch.reference.attention.fused_attention import finite
 from ..dispatch.reference.caches import quantize_index_query
@@ -89,30 +92,25 @@ def fused_attention(**x: Unpack[FusedAttention]) -> tuple[Tensor, Tensor]:
     return o.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
-def lightning_indexer(query: Tensor, return_value: bool, **given: Any) -> tuple[Tensor, Tensor]:
-    indices, value = lightning_indexer_scores(query, **given)
-    return indices, value.to(query.dtype) if return_value else query.new_empty([0])
+def lightning_indexer(**x: Unpack[LightningIndexer]) -> tuple[Tensor, Tensor]:
+    query = x["query"]
+    indices, value = lightning_indexer_scores(**x)
+    return indices, value.to(query.dtype) if x["return_value"] else query.new_empty([0])
 
 
-def lightning_indexer_scores(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    sparse_count: int,
-    sparse_mode: int,
-    cmp_ratio: int,
-    key_scale: Tensor | None = None,
-    **_: Any,
+def lightning_indexer_scores(**x: Unpack[LightningIndexer]) -> tuple[Tensor, Tensor]:
+    return _selected(x, x["query"], x["weights"], None)
+
+
+def _selected(
+    x: Selection, query: Tensor, weights: Tensor, key_scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    key, block_table, sparse_count = x["key"], x["block_table"], x["sparse_count"]
+    cmp_ratio = x["cmp_ratio"]
     wide = accumulator(query)
-    keys = layout.keys_of(key, layout_key, actual_seq_lengths_key, block_table, cmp_ratio)
+    keys = layout.keys_of(key, x["layout_key"], x["actual_seq_lengths_key"], block_table, cmp_ratio)
     rows = layout.rows_of(
-        query, layout_query, actual_seq_lengths_query, keys, sparse_mode, cmp_ratio
+        query, x["layout_query"], x["actual_seq_lengths_query"], keys, x["sparse_mode"], cmp_ratio
     )
     batch, length = query.shape[:2]
     reach = key.shape[1] if block_table is None else block_table.shape[1] * key.shape[1]
@@ -141,23 +139,15 @@ def lightning_indexer_scores(
     return indices, value.masked_fill(absent, 0)[:, :, None]
 
 
-def quant_lightning_indexer_scores(
-    query: Tensor,
-    weights: Tensor,
-    query_dequant_scale: Tensor | None,
-    key_dequant_scale: Tensor,
-    **arguments: Any,
-) -> tuple[Tensor, Tensor]:
-    weights = weights.float()
-    if query_dequant_scale is not None:
-        weights = weights * query_dequant_scale.float()
-    return lightning_indexer_scores(
-        query.float(), weights=weights, key_scale=key_dequant_scale, **arguments
-    )
+def quant_lightning_indexer_scores(**x: Unpack[QuantLightningIndexer]) -> tuple[Tensor, Tensor]:
+    weights = x["weights"].float()
+    if x["query_dequant_scale"] is not None:
+        weights = weights * x["query_dequant_scale"].float()
+    return _selected(x, x["query"].float(), weights, x["key_dequant_scale"])
 
 
-def quant_lightning_indexer(**arguments: Any) -> Tensor:
-    return quant_lightning_indexer_scores(**arguments)[0]
+def quant_lightning_indexer(**x: Unpack[QuantLightningIndexer]) -> Tensor:
+    return quant_lightning_indexer_scores(**x)[0]
 
 
 def sparse_flash_attention(**x: Unpack[SparseFlashAttention]) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,9 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from ..dispatch.common.nz import from_nz
 from ..dispatch.common.rope import rotate
+from ..dispatch.ops.indexer.indexer_loss import Arguments as IndexerLoss
+from ..dispatch.ops.indexer.indexer_loss_backward import Arguments as IndexerLossBackward
+from ..dispatch.ops.prolog.indexer_prolog_pto import Arguments as IndexerProlog
+from ..dispatch.ops.prolog.mla_prolog_pto import Arguments as MlaProlog
 from .case import Arguments
 
 Peers = dict[str, Callable[[Arguments], Callable[[], Any] | None]]
@@ -99,80 +104,51 @@ def _relu_weighted(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     return weighted.sum(2, dtype=torch.float32)
 
 
-def mla_prolog(
-    token_x: Tensor,
-    weight_dq: Tensor,
-    weight_uq_qr: Tensor,
-    weight_uk: Tensor,
-    weight_dkv_kr: Tensor,
-    rmsnorm_gamma_cq: Tensor,
-    rmsnorm_gamma_ckv: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    cache_index: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def mla_prolog(**x: Unpack[MlaProlog]) -> tuple[Tensor, Tensor, Tensor]:
     """(query [B, S, N, R], query_rope, query_norm)."""
+    token_x, weight_uk, rmsnorm_gamma_cq = x["token_x"], x["weight_uk"], x["rmsnorm_gamma_cq"]
+    rmsnorm_gamma_ckv, rope_sin, rope_cos = x["rmsnorm_gamma_ckv"], x["rope_sin"], x["rope_cos"]
     heads, plain, rank = weight_uk.shape
-    norm = F.rms_norm(token_x @ weight_dq, rmsnorm_gamma_cq.shape, rmsnorm_gamma_cq, 1e-6)
-    q = (norm @ weight_uq_qr).unflatten(-1, (heads, -1))
+    norm = F.rms_norm(token_x @ x["weight_dq"], rmsnorm_gamma_cq.shape, rmsnorm_gamma_cq, 1e-6)
+    q = (norm @ x["weight_uq_qr"]).unflatten(-1, (heads, -1))
     query = torch.einsum("bsnd,ndr->bsnr", q[..., :plain], weight_uk)
     query_rope = rotate(q[..., plain:], rope_sin[:, :, None], rope_cos[:, :, None], True)
-    latent = token_x @ weight_dkv_kr
+    latent = token_x @ x["weight_dkv_kr"]
     key = F.rms_norm(latent[..., :rank], rmsnorm_gamma_ckv.shape, rmsnorm_gamma_ckv, 1e-6)
-    slots = cache_index.flatten().long()
-    kv_cache.view(-1, rank)[slots] = key.flatten(0, 1)
+    slots = x["cache_index"].flatten().long()
+    x["kv_cache"].view(-1, rank)[slots] = key.flatten(0, 1)
     key_rope = rotate(latent[..., rank:], rope_sin, rope_cos, True)
-    kr_cache.view(-1, key_rope.shape[-1])[slots] = key_rope.flatten(0, 1)
+    x["kr_cache"].view(-1, key_rope.shape[-1])[slots] = key_rope.flatten(0, 1)
     return query, query_rope, norm
 
 
-def indexer_prolog(
-    token_x: Tensor,
-    query_norm: Tensor,
-    weight_qb: Tensor,
-    weight_k: Tensor,
-    weight_proj: Tensor,
-    ln_gamma_k: Tensor,
-    ln_beta_k: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    index_k_cache: Tensor,
-    cache_index: Tensor,
-    rope_interleaved: bool = False,
-) -> tuple[Tensor, Tensor]:
+def indexer_prolog(**a: Unpack[IndexerProlog]) -> tuple[Tensor, Tensor]:
     """(query [B, S, N, D], weights [B, S, N])."""
+    token_x, ln_gamma_k, rope_sin = a["token_x"], a["ln_gamma_k"], a["rope_sin"]
+    rope_cos, interleaved = a["rope_cos"], a.get("rope_interleaved", False)
     size, rotary = ln_gamma_k.shape[0], rope_sin.shape[-1]
 
     def turn(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-        return torch.cat([rotate(x[..., :rotary], sin, cos, rope_interleaved), x[..., rotary:]], -1)
+        return torch.cat([rotate(x[..., :rotary], sin, cos, interleaved), x[..., rotary:]], -1)
 
-    query = (query_norm @ weight_qb).unflatten(-1, (-1, size))
-    key = F.layer_norm(token_x @ weight_k, [size], ln_gamma_k, ln_beta_k, 1e-6)
-    index_k_cache.view(-1, size)[cache_index.flatten().long()] = turn(
+    query = (a["query_norm"] @ a["weight_qb"]).unflatten(-1, (-1, size))
+    key = F.layer_norm(token_x @ a["weight_k"], [size], ln_gamma_k, a["ln_beta_k"], 1e-6)
+    a["index_k_cache"].view(-1, size)[a["cache_index"].flatten().long()] = turn(
         key, rope_sin, rope_cos
     ).flatten(0, 1)
     query = turn(query, rope_sin[:, :, None], rope_cos[:, :, None])
-    return query, token_x @ weight_proj
+    return query, token_x @ a["weight_proj"]
 
 
-def loss(
-    query: Tensor,
-    key: Tensor,
-    index_score: Tensor,
-    indices: Tensor,
-    scaling: float,
-    chunk_offset: int,
-    softmax_lse: Tensor | None = None,
-    eps: float = 1e-10,
-) -> tuple[Tensor, Tensor]:
+def loss(**x: Unpack[IndexerLoss]) -> tuple[Tensor, Tensor]:
     """The loss as one would write it: products in bfloat16, the rest in float32.  Every row has a
     valid slot."""
-    ok = _valid(indices, key.shape[1], chunk_offset)
+    key, indices, softmax_lse = x["key"], x["indices"], x.get("softmax_lse")
+    eps = x.get("eps", 1e-10)
+    ok = _valid(indices, key.shape[1], x["chunk_offset"])
     request = torch.arange(key.shape[0], device=key.device)[:, None, None]
     chosen = key[request, indices.clamp(0, key.shape[1] - 1)]  # [B, S, K, D]
-    logits = (query.transpose(1, 2) @ chosen.mT).float() * scaling  # [B, S, N, K]
+    logits = (x["query"].transpose(1, 2) @ chosen.mT).float() * x["scaling"]  # [B, S, N, K]
     logits = logits.masked_fill(~ok[:, :, None], -torch.inf)
     if softmax_lse is None:
         p = logits.softmax(-1)
@@ -180,24 +156,17 @@ def loss(
         p = torch.exp(logits - softmax_lse.transpose(1, 2)[..., None])
     target = p.sum(2)
     pi = target / target.sum(-1, keepdim=True)
-    r = index_score.masked_fill(~ok, -torch.inf).softmax(-1)
+    r = x["index_score"].masked_fill(~ok, -torch.inf).softmax(-1)
     terms = (pi + eps) * (torch.log(pi + eps) - torch.log(r + eps))
     return terms.masked_fill(~ok, 0).sum(-1), target
 
 
-def loss_backward(
-    grad_loss: Tensor,
-    index_score: Tensor,
-    indices: Tensor,
-    target: Tensor,
-    key_length: int,
-    chunk_offset: int,
-) -> Tensor:
-    ok = _valid(indices, key_length, chunk_offset)
-    pi = target.masked_fill(~ok, 0)
+def loss_backward(**x: Unpack[IndexerLossBackward]) -> Tensor:
+    ok = _valid(x["indices"], x["key_length"], x["chunk_offset"])
+    pi = x["target"].masked_fill(~ok, 0)
     pi = pi / pi.sum(-1, keepdim=True)
-    r = index_score.masked_fill(~ok, -torch.inf).softmax(-1)
-    return (grad_loss[..., None] * (r - pi)).masked_fill(~ok, 0)
+    r = x["index_score"].masked_fill(~ok, -torch.inf).softmax(-1)
+    return (x["grad_loss"][..., None] * (r - pi)).masked_fill(~ok, 0)
 
 
 def _valid(indices: Tensor, key_length: int, chunk_offset: int) -> Tensor:

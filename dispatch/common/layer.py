@@ -28,7 +28,7 @@ class Stages(NamedTuple):
 
 
 @dataclass
-class _Layer:
+class Layer:
     """What both layers take, by the names of their schemas."""
 
     x: Tensor
@@ -188,7 +188,7 @@ class _Layer:
 
 
 @dataclass
-class Shared(_Layer):
+class Shared(Layer):
     """Two of the four stages: another layer made the selection."""
 
     sparse_indices: Tensor
@@ -204,7 +204,7 @@ class Shared(_Layer):
 
 
 @dataclass
-class Whole(_Layer):
+class Whole(Layer):
     """All four stages."""
 
     w_idx_qb: Tensor

@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 
 from ...check import Checker
 from ...values import known
+from ..common import delta_rules
 from .growth import note_growth
 
 SCHEMA = (
@@ -57,17 +58,7 @@ def inputs(c: Checker, x: Arguments) -> None:
         actual_seq_lengths=actual_seq_lengths,
         g=g,
     )
-    c.floating("query", query)
-    c.same_dtype(query=query, key=key, value=value)
-    c.shape("query", query, "T N Dk")
-    c.shape("key", key, "T N Dk")
-    c.shape("value", value, "T Nv Dv")
-    heads, value_heads = c.sizes["N"], c.sizes["Nv"]
-    c.require(
-        heads > 0 and value_heads % heads == 0,
-        f"`value` has {value_heads} heads and `query` {heads}, expected a multiple of the heads "
-        "of `query`. Pass values whose number of heads those of `query` divide.",
-    )
+    delta_rules.heads(c, "T N Dk", "T Nv Dv", query=query, key=key, value=value)
     for name, gate in (("beta", beta), ("g", g)):
         if gate is not None:
             c.floating(name, gate)

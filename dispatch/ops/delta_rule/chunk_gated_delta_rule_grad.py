@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
+from ..common import delta_rules
 from . import chunk_gated_delta_rule
 from .chunk_gated_delta_rule import inputs
 
@@ -34,17 +35,9 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def check(**x: Unpack[Arguments]) -> None:
-    query, d_out, d_final_state = x["query"], x["d_out"], x["d_final_state"]
     c = Checker("npu_chunk_gated_delta_rule_grad")
     inputs(c, x)
-    c.same_device(query=query, d_out=d_out, d_final_state=d_final_state)
-    c.same_dtype(query=query, d_out=d_out)
-    c.shape("d_out", d_out, "T Nv Dv")
-    c.dense_rows(d_out=d_out)
-    if d_final_state is not None:
-        c.floating("d_final_state", d_final_state)
-        c.shape("d_final_state", d_final_state, "B Nv Dv Dk")
-        c.contiguous(d_final_state=d_final_state)
+    delta_rules.gradients(c, "query", "T Nv Dv", "B Nv Dv Dk", x)
 
 
 def fake(**x: Unpack[Arguments]) -> Gradients:

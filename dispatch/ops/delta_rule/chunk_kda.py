@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ..common import layouts
+from ..common import delta_rules
 from .growth import note_growth
 
 OPTIONS = (
@@ -69,16 +69,7 @@ def inputs(c: Checker, x: Arguments) -> None:
         dt_bias=dt_bias,
     )
     c.one_of("state_layout", x["state_layout"], "kv", "vk")
-    c.floating("q", q)
-    c.same_dtype(q=q, k=k, v=v)
-    c.shape("q", q, "B T H K")
-    c.shape("k", k, "B T H K")
-    c.shape("v", v, "B T HV V")
-    heads, value_heads = c.sizes["H"], c.sizes["HV"]
-    c.require(
-        heads > 0 and value_heads % heads == 0,
-        f"`v` has {value_heads} heads and `q` {heads}, expected a multiple of the heads of `q`.",
-    )
+    delta_rules.heads(c, "B T H K", "B T HV V", q=q, k=k, v=v)
     c.floating("g", g)
     c.shape("g", g, "B T HV K")
     c.floating("beta", beta)
@@ -86,7 +77,7 @@ def inputs(c: Checker, x: Arguments) -> None:
     _check_gate(c, x["use_gate_in_kernel"], A_log, dt_bias, x["lower_bound"])
     c.sizes["N"] = c.sizes["B"]
     if cu_seqlens is not None:
-        _check_sequences(c, cu_seqlens)
+        delta_rules.cut(c, cu_seqlens)
     if initial_state is not None:
         c.floating("initial_state", initial_state)
         c.shape("initial_state", initial_state, STATES[x["state_layout"]])
@@ -117,29 +108,13 @@ def _check_gate(
         not used or A_log is not None or lower_bound is not None,
         "`A_log` is None, expected [HV]: without `lower_bound` the gate needs it.",
     )
-    c.require(
-        lower_bound is None or lower_bound < 0,
-        f"`lower_bound` is {lower_bound}, expected a negative number: the least logarithm of a "
-        "decay.",
-    )
+    delta_rules.lower_bound(c, lower_bound)
     if A_log is not None:
         c.floating("A_log", A_log)
         c.shape("A_log", A_log, "HV")
     if dt_bias is not None:
         c.floating("dt_bias", dt_bias)
         c.shape("dt_bias", dt_bias, "HV K" if dt_bias.ndim == 2 else "HV*K")
-
-
-def _check_sequences(c: Checker, cu_seqlens: Tensor) -> None:
-    c.integer("cu_seqlens", cu_seqlens)
-    c.require(
-        c.sizes["B"] == 1,
-        f"`q` has batch {c.sizes['B']}, expected 1: `cu_seqlens` cuts one row of tokens.",
-    )
-    c.shape("cu_seqlens", cu_seqlens, "N+1")
-    c.at_least("cu_seqlens.numel()", c.sizes["N+1"], 1)
-    c.sizes["N"] = c.sizes["N+1"] - 1
-    layouts.prefix_sums(c, "cu_seqlens", cu_seqlens, c.sizes["T"])
 
 
 def fake(

@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
+from ..common import delta_rules
 from . import chunk_kda
 from .chunk_kda import LEARNED, OPTIONS, STATES, inputs
 
@@ -35,17 +36,9 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 
 
 def check(**x: Unpack[Arguments]) -> None:
-    q, d_out, d_final_state = x["q"], x["d_out"], x["d_final_state"]
     c = Checker("npu_chunk_kda_grad")
     inputs(c, x)
-    c.same_device(q=q, d_out=d_out, d_final_state=d_final_state)
-    c.same_dtype(q=q, d_out=d_out)
-    c.shape("d_out", d_out, "B T HV V")
-    c.dense_rows(d_out=d_out)
-    if d_final_state is not None:
-        c.floating("d_final_state", d_final_state)
-        c.shape("d_final_state", d_final_state, STATES[x["state_layout"]])
-        c.contiguous(d_final_state=d_final_state)
+    delta_rules.gradients(c, "q", "B T HV V", STATES[x["state_layout"]], x)
 
 
 def fake(**arguments: Any) -> Gradients:

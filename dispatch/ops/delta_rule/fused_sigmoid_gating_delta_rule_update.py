@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from ...check import Checker
 from ...values import known
-from ..common import layouts
+from ..common import delta_rules
 
 SCHEMA = (
     "npu_fused_sigmoid_gating_delta_rule_update(Tensor A_log, Tensor a, Tensor dt_bias,"
@@ -61,7 +61,7 @@ def check(**x: Unpack[Arguments]) -> None:
     q, k, v, b, initial_state_indices = x["q"], x["k"], x["v"], x["b"], x["initial_state_indices"]
     scale, cu_seqlens = x["scale"], x["cu_seqlens"]
     intermediate_state_indices = x["intermediate_state_indices"]
-    retrieve_parent_token, lower_bound = x["retrieve_parent_token"], x["lower_bound"]
+    retrieve_parent_token = x["retrieve_parent_token"]
     c = Checker("npu_fused_sigmoid_gating_delta_rule_update")
     c.same_device(
         q=q,
@@ -81,21 +81,8 @@ def check(**x: Unpack[Arguments]) -> None:
     c.one_of("state_layout", x["state_layout"], "kv", "vk")
     c.require(softplus_beta > 0, f"`softplus_beta` is {softplus_beta}, expected a positive number.")
     c.require(scale is None or scale > 0, f"`scale` is {scale}, expected a positive number.")
-    c.require(
-        lower_bound is None or lower_bound < 0,
-        f"`lower_bound` is {lower_bound}, expected a negative number: the least logarithm of a "
-        "decay.",
-    )
-    c.floating("q", q)
-    c.same_dtype(q=q, k=k, v=v)
-    c.shape("q", q, "B T H K")
-    c.shape("k", k, "B T H K")
-    c.shape("v", v, "B T HV V")
-    heads, value_heads = c.sizes["H"], c.sizes["HV"]
-    c.require(
-        heads > 0 and value_heads % heads == 0,
-        f"`v` has {value_heads} heads and `q` {heads}, expected a multiple of the heads of `q`.",
-    )
+    delta_rules.lower_bound(c, x["lower_bound"])
+    delta_rules.heads(c, "B T H K", "B T HV V", q=q, k=k, v=v)
     for name, gate in (("A_log", A_log), ("a", a), ("dt_bias", dt_bias), ("b", b)):
         c.floating(name, gate)
     c.shape("A_log", A_log, "HV")
@@ -146,15 +133,7 @@ def _check_sequences(c: Checker, cu_seqlens: Tensor | None, indices: Tensor) -> 
     if cu_seqlens is None:
         c.sizes["N"] = c.sizes["B"]
     else:
-        c.integer("cu_seqlens", cu_seqlens)
-        c.require(
-            c.sizes["B"] == 1,
-            f"`q` has batch {c.sizes['B']}, expected 1: `cu_seqlens` cuts one row of tokens.",
-        )
-        c.shape("cu_seqlens", cu_seqlens, "N+1")
-        c.at_least("cu_seqlens.numel()", c.sizes["N+1"], 1)
-        c.sizes["N"] = c.sizes["N+1"] - 1
-        layouts.prefix_sums(c, "cu_seqlens", cu_seqlens, c.sizes["T"])
+        delta_rules.cut(c, cu_seqlens)
     c.integer("initial_state_indices", indices)
     c.shape("initial_state_indices", indices, "N")
 

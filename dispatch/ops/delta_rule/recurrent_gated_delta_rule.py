@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 
 from ...check import Checker
 from ...values import known
+from ..common import delta_rules
 from .fused_sigmoid_gating_delta_rule_update import pool_of_states
 
 SCHEMA = (
@@ -61,17 +62,7 @@ def check(**x: Unpack[Arguments]) -> None:
         gk=gk,
     )
     c.require(scale is None or scale > 0, f"`scale` is {scale}, expected a positive number.")
-    c.floating("query", query)
-    c.same_dtype(query=query, key=key, value=value)
-    c.shape("query", query, "T N Dk")
-    c.shape("key", key, "T N Dk")
-    c.shape("value", value, "T Nv Dv")
-    heads, value_heads = c.sizes["N"], c.sizes["Nv"]
-    c.require(
-        heads > 0 and value_heads % heads == 0,
-        f"`value` has {value_heads} heads and `query` {heads}, expected a multiple of the heads "
-        "of `query`. Pass values whose number of heads those of `query` divide.",
-    )
+    delta_rules.heads(c, "T N Dk", "T Nv Dv", query=query, key=key, value=value)
     for name, gate, wanted in (("beta", beta, "T Nv"), ("g", g, "T Nv"), ("gk", gk, "T Nv Dk")):
         if gate is not None:
             c.floating(name, gate)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import quantised
@@ -68,64 +69,45 @@ def check(**arguments: Any) -> None:
     check_as("npu_mla_prolog_pto", **arguments)
 
 
-def check_as(
-    op: str,
-    token_x: Tensor,
-    weight_dq: Tensor,
-    weight_uq_qr: Tensor,
-    weight_uk: Tensor,
-    weight_dkv_kr: Tensor,
-    rmsnorm_gamma_cq: Tensor,
-    rmsnorm_gamma_ckv: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    cache_index: Tensor,
-    rmsnorm_epsilon_cq: float,
-    rmsnorm_epsilon_ckv: float,
-    weight_format: str,
-    dequant_scale_x: Tensor | None,
-    dequant_scale_w_dq: Tensor | None,
-    dequant_scale_w_uq_qr: Tensor | None,
-    dequant_scale_w_dkv_kr: Tensor | None,
-    smooth_scales_cq: Tensor | None,
-    k_nope_clip_alpha: Tensor | None,
-    weight_quant_mode: int,
-    kv_cache_quant_mode: int,
-    kv_cache_dtype: int | None,
-    row_layout: str,
-    scale_format: str,
-    rows: str = "B S",
-    **modes: Any,
-) -> None:
+def check_as(op: str, rows: str = "B S", **x: Unpack[Arguments]) -> None:
     """`rows` are the letters in front of a token's own sizes."""
+    token_x, kv_cache, kr_cache = x["token_x"], x["kv_cache"], x["kr_cache"]
+    cache_index, smooth_scales_cq = x["cache_index"], x["smooth_scales_cq"]
+    k_nope_clip_alpha = x["k_nope_clip_alpha"]
+    weight_quant_mode = x["weight_quant_mode"]
     c = Checker(op)
     narrow = weight_args.dtypes(
         c, weight_quant_mode, ("weight_dq", "weight_dkv_kr"), ("weight_uq_qr",)
     )
-    in_rows = quantization.latent_mode(c, kv_cache_quant_mode, **modes)
-    c.one_of("scale_format", scale_format, *quantization.SCALE_FORMATS)
+    in_rows = quantization.latent_mode(
+        c,
+        x["kv_cache_quant_mode"],
+        x["query_quant_mode"],
+        x["tile_size"],
+        ckvkr_repo_mode=x["ckvkr_repo_mode"],
+        quant_scale_repo_mode=x["quant_scale_repo_mode"],
+    )
+    c.one_of("scale_format", x["scale_format"], *quantization.SCALE_FORMATS)
     weights = dict(
-        weight_dq=(weight_dq, "H Rq"),
-        weight_uq_qr=(weight_uq_qr, "Rq N*(Dn+Dr)"),
-        weight_dkv_kr=(weight_dkv_kr, "H R+Dr"),
+        weight_dq=(x["weight_dq"], "H Rq"),
+        weight_uq_qr=(x["weight_uq_qr"], "Rq N*(Dn+Dr)"),
+        weight_dkv_kr=(x["weight_dkv_kr"], "H R+Dr"),
     )
     floats = dict(
-        rmsnorm_gamma_cq=(rmsnorm_gamma_cq, "Rq"),
+        rmsnorm_gamma_cq=(x["rmsnorm_gamma_cq"], "Rq"),
         token_x=(token_x, f"{rows} H"),
-        rmsnorm_gamma_ckv=(rmsnorm_gamma_ckv, "R"),
-        rope_sin=(rope_sin, f"{rows} Dr"),
-        rope_cos=(rope_cos, f"{rows} Dr"),
-        weight_uk=(weight_uk, "N Dn R"),
+        rmsnorm_gamma_ckv=(x["rmsnorm_gamma_ckv"], "R"),
+        rope_sin=(x["rope_sin"], f"{rows} Dr"),
+        rope_cos=(x["rope_cos"], f"{rows} Dr"),
+        weight_uk=(x["weight_uk"], "N Dn R"),
         **quantization.latent_caches(kv_cache, kr_cache, in_rows),
     )
     scales = dict(
-        weight_dq=weight_args.Scale("dequant_scale_w_dq", dequant_scale_w_dq),
-        weight_uq_qr=weight_args.Scale("dequant_scale_w_uq_qr", dequant_scale_w_uq_qr),
-        weight_dkv_kr=weight_args.Scale("dequant_scale_w_dkv_kr", dequant_scale_w_dkv_kr),
+        weight_dq=weight_args.Scale("dequant_scale_w_dq", x["dequant_scale_w_dq"]),
+        weight_uq_qr=weight_args.Scale("dequant_scale_w_uq_qr", x["dequant_scale_w_uq_qr"]),
+        weight_dkv_kr=weight_args.Scale("dequant_scale_w_dkv_kr", x["dequant_scale_w_dkv_kr"]),
     )
-    of_x = weight_args.Scale("dequant_scale_x", dequant_scale_x)
+    of_x = weight_args.Scale("dequant_scale_x", x["dequant_scale_x"])
     own = {*narrow, *(["token_x"] if token_x.dtype in quantised.VALUES.values() else [])}
     prologs.tensors(
         c,
@@ -138,16 +120,16 @@ def check_as(
         {*own, *(["kv_cache"] if in_rows else [])},
     )
     query_sizes(c)
-    weight_args.weights(c, weight_quant_mode, weights, narrow, scales, weight_format)
+    weight_args.weights(c, weight_quant_mode, weights, narrow, scales, x["weight_format"])
     c.contiguous(token_x=token_x)
     tokens = cache_index.numel()
     weight_args.of_activations(c, ("token_x", token_x), of_x, narrow.get("weight_dq"), tokens)
     weight_args.smooth(c, smooth_scales_cq, narrow.get("weight_uq_qr"))
     quantization.latents(
-        c, in_rows, kv_cache, kr_cache, kv_cache_dtype, row_layout, k_nope_clip_alpha
+        c, in_rows, kv_cache, kr_cache, x["kv_cache_dtype"], x["row_layout"], k_nope_clip_alpha
     )
-    c.at_least("rmsnorm_epsilon_cq", rmsnorm_epsilon_cq, 0)
-    c.at_least("rmsnorm_epsilon_ckv", rmsnorm_epsilon_ckv, 0)
+    c.at_least("rmsnorm_epsilon_cq", x["rmsnorm_epsilon_cq"], 0)
+    c.at_least("rmsnorm_epsilon_ckv", x["rmsnorm_epsilon_ckv"], 0)
     prologs.distinct_slots(c, cache_index)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...check import Checker
-from ...common import quantised
+from ...common import layer, quantised
 from ...op_spec import Variant
 from ..common import layouts, prologs, quantization, weight_args
 from ..prolog.indexer_prolog_pto import index_sizes
@@ -52,112 +52,79 @@ GE = "SparseAttentionPto"
 ONNX = "SparseAttentionPto"
 
 
-def check(
-    w_idx_qb: Tensor,
-    w_idx_k: Tensor,
-    w_idx_proj: Tensor,
-    in_gamma_k: Tensor,
-    in_beta_k: Tensor,
-    index_k_cache: Tensor,
-    index_k_scale_cache: Tensor | None,
-    layer_norm_eps: float,
-    sparse_count: int,
-    dequant_scale_w_idx_qb: Tensor | None,
-    dequant_scale_w_idx_k: Tensor | None,
-    index_weight_quant_mode: int,
-    index_kind: str,
-    index_hadamard: bool,
-    hadamard_round: str,
-    op: str = "npu_sparse_attention_pto",
-    **arguments: Any,
-) -> None:
+def check(op: str = "npu_sparse_attention_pto", **arguments: Any) -> None:
+    a = layer.Whole(**arguments)
+    w_idx_qb, w_idx_proj, index_k_cache = a.w_idx_qb, a.w_idx_proj, a.index_k_cache
+    index_k_scale_cache, index_kind = a.index_k_scale_cache, a.index_kind
+    index_weight_quant_mode, weight_format = a.index_weight_quant_mode, a.weight_format
     c = Checker(op)
     c.one_of("index_kind", index_kind, "none", *quantised.VALUES)
-    c.one_of("hadamard_round", hadamard_round, "bf16", "fp32")
+    c.one_of("hadamard_round", a.hadamard_round, "bf16", "fp32")
     in_bytes = index_kind != "none"
     narrow = weight_args.dtypes(
         c, index_weight_quant_mode, ("w_idx_k",), ("w_idx_qb",), "index_weight_quant_mode"
     )
     table = dict(
         w_idx_qb=(w_idx_qb, "Rq Ni*Di"),
-        w_idx_k=(w_idx_k, "H Di"),
+        w_idx_k=(a.w_idx_k, "H Di"),
         w_idx_proj=(w_idx_proj, "H Ni"),
     )
     scales = dict(
-        w_idx_qb=weight_args.Scale("dequant_scale_w_idx_qb", dequant_scale_w_idx_qb),
-        w_idx_k=weight_args.Scale("dequant_scale_w_idx_k", dequant_scale_w_idx_k),
+        w_idx_qb=weight_args.Scale("dequant_scale_w_idx_qb", a.dequant_scale_w_idx_qb),
+        w_idx_k=weight_args.Scale("dequant_scale_w_idx_k", a.dequant_scale_w_idx_k),
     )
-    floats = dict(in_gamma_k=(in_gamma_k, "Di"), in_beta_k=(in_beta_k, "Di"))
+    floats = dict(in_gamma_k=(a.in_gamma_k, "Di"), in_beta_k=(a.in_beta_k, "Di"))
     others = {each.name: each.tensor for each in scales.values()}
     others["index_k_scale_cache"] = index_k_scale_cache
     if in_bytes:
         others["index_k_cache"] = index_k_cache
     else:
         floats["index_k_cache"] = (index_k_cache, "pages P 1 Di")
-    weight_format = arguments["weight_format"]
-    check_attention(c, floats, {}, table, narrow, others, **arguments)
+    check_attention(c, a, floats, {}, table, narrow, others)
     index_sizes(c, "w_idx_proj", w_idx_proj, w_idx_qb, weight_format)
     weight_args.weights(c, index_weight_quant_mode, table, narrow, scales, weight_format)
     if in_bytes:
         index_k_cache, index_k_scale_cache = quantization.unpacked(
             c, index_kind, index_k_cache, index_k_scale_cache
         )
-    quantization.index_keys(c, in_bytes, index_k_cache, index_k_scale_cache, index_hadamard)
-    c.at_least("layer_norm_eps", layer_norm_eps, 0)
-    c.count("sparse_count", sparse_count)
+    quantization.index_keys(c, in_bytes, index_k_cache, index_k_scale_cache, a.index_hadamard)
+    c.at_least("layer_norm_eps", a.layer_norm_eps, 0)
+    c.count("sparse_count", a.sparse_count)
 
 
 def check_attention(
     c: Checker,
+    a: layer.Layer,
     more_floats: prologs.Table,
     more_integers: prologs.Table,
     more_weights: prologs.Table,
     more_narrow: Collection[str],
     others: dict[str, Tensor | None],
-    x: Tensor,
-    w_dq: Tensor,
-    w_uq_qr: Tensor,
-    w_uk: Tensor,
-    w_dkv_kr: Tensor,
-    gamma_cq: Tensor,
-    gamma_ckv: Tensor,
-    sin: Tensor,
-    cos: Tensor,
-    cache_index: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    block_table: Tensor,
-    act_seqs: Tensor,
-    rms_norm_eps: float,
-    weight_format: str,
-    dequant_scale_w_dq: Tensor | None,
-    dequant_scale_w_uq_qr: Tensor | None,
-    dequant_scale_w_dkv_kr: Tensor | None,
-    smooth_scales_cq: Tensor | None,
-    k_nope_clip_alpha: Tensor | None,
-    weight_quant_mode: int,
-    kv_kind: str,
-    row_layout: str,
-    scale_format: str,
-    **_: Any,
 ) -> None:
     """What both layers take, and the tensors that only one of them does."""
+    cache_index, kv_cache, kr_cache = a.cache_index, a.kv_cache, a.kr_cache
+    block_table, act_seqs, smooth_scales_cq = a.block_table, a.act_seqs, a.smooth_scales_cq
+    k_nope_clip_alpha, weight_quant_mode, kv_kind = (
+        a.k_nope_clip_alpha,
+        a.weight_quant_mode,
+        a.kv_kind,
+    )
     c.one_of("kv_kind", kv_kind, "none", *quantised.VALUES)
-    c.one_of("scale_format", scale_format, *quantization.SCALE_FORMATS)
+    c.one_of("scale_format", a.scale_format, *quantization.SCALE_FORMATS)
     in_rows = kv_kind != "none"
     narrow = weight_args.dtypes(c, weight_quant_mode, ("w_dq", "w_dkv_kr"), ("w_uq_qr",))
     weights = dict(
-        w_dq=(w_dq, "H Rq"),
-        w_uq_qr=(w_uq_qr, "Rq N*(Dn+Dr)"),
-        w_dkv_kr=(w_dkv_kr, "H R+Dr"),
+        w_dq=(a.w_dq, "H Rq"),
+        w_uq_qr=(a.w_uq_qr, "Rq N*(Dn+Dr)"),
+        w_dkv_kr=(a.w_dkv_kr, "H R+Dr"),
     )
     floats = dict(
-        x=(x, "B S H"),
-        gamma_cq=(gamma_cq, "Rq"),
-        gamma_ckv=(gamma_ckv, "R"),
-        sin=(sin, "B S Dr"),
-        cos=(cos, "B S Dr"),
-        w_uk=(w_uk, "N Dn R"),
+        x=(a.x, "B S H"),
+        gamma_cq=(a.gamma_cq, "Rq"),
+        gamma_ckv=(a.gamma_ckv, "R"),
+        sin=(a.sin, "B S Dr"),
+        cos=(a.cos, "B S Dr"),
+        w_uk=(a.w_uk, "N Dn R"),
         **quantization.latent_caches(kv_cache, kr_cache, in_rows),
         **more_floats,
     )
@@ -168,9 +135,9 @@ def check_attention(
         **more_integers,
     )
     scales = dict(
-        w_dq=weight_args.Scale("dequant_scale_w_dq", dequant_scale_w_dq),
-        w_uq_qr=weight_args.Scale("dequant_scale_w_uq_qr", dequant_scale_w_uq_qr),
-        w_dkv_kr=weight_args.Scale("dequant_scale_w_dkv_kr", dequant_scale_w_dkv_kr),
+        w_dq=weight_args.Scale("dequant_scale_w_dq", a.dequant_scale_w_dq),
+        w_uq_qr=weight_args.Scale("dequant_scale_w_uq_qr", a.dequant_scale_w_uq_qr),
+        w_dkv_kr=weight_args.Scale("dequant_scale_w_dkv_kr", a.dequant_scale_w_dkv_kr),
     )
     prologs.tensors(
         c,
@@ -184,13 +151,13 @@ def check_attention(
         {*narrow, *more_narrow, *(["kv_cache"] if in_rows else [])},
     )
     query_sizes(c)
-    weight_args.weights(c, weight_quant_mode, weights, narrow, scales, weight_format)
+    weight_args.weights(c, weight_quant_mode, weights, narrow, scales, a.weight_format)
     weight_args.smooth(c, smooth_scales_cq, narrow.get("w_uq_qr"))
     if in_rows:
         quantization.of_kind(c, "kv_cache", kv_cache, "kv_kind", kv_kind)
         kv_cache = kv_cache.view(quantised.VALUES[kv_kind])
-    quantization.latents(c, in_rows, kv_cache, kr_cache, None, row_layout, k_nope_clip_alpha)
-    c.at_least("rms_norm_eps", rms_norm_eps, 0)
+    quantization.latents(c, in_rows, kv_cache, kr_cache, None, a.row_layout, k_nope_clip_alpha)
+    c.at_least("rms_norm_eps", a.rms_norm_eps, 0)
     prologs.distinct_slots(c, cache_index)
     layouts.values(c, "act_seqs", act_seqs, "BSND", c.sizes["max_pages"] * c.sizes["P"])
     layouts.pages(c, block_table, "act_seqs", act_seqs)

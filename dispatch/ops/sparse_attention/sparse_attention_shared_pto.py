@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from ...check import Checker
+from ...common import layer
 from .sparse_attention_pto import SHARED_SCHEMA as SCHEMA
 from .sparse_attention_pto import check_attention, fake
 
@@ -17,7 +16,7 @@ __all__ = ["SCHEMA", "check", "fake"]
 ONNX = "SparseAttentionSharedPto"
 
 
-def check(sparse_indices: Tensor, **arguments: Any) -> None:
-    c = Checker("npu_sparse_attention_shared_pto")
-    given = dict(sparse_indices=(sparse_indices, "B S 1 K"))
-    check_attention(c, {}, given, {}, (), {}, **arguments)
+def check(**arguments: Any) -> None:
+    a = layer.Shared(**arguments)
+    given = dict(sparse_indices=(a.sparse_indices, "B S 1 K"))
+    check_attention(Checker("npu_sparse_attention_shared_pto"), a, {}, given, {}, (), {})
