@@ -25,6 +25,7 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import compressed, memory, quantised
 from ...dispatch.ops.deepseek_v4.compressor import Arguments
+from ...dispatch.ops.deepseek_v4.compressor_dense import Arguments as Dense
 from ..common import quantise, rows
 from ..common.tiling import power_of_two
 from ..prolog import nz_matmul
@@ -433,26 +434,25 @@ class Pooled(NamedTuple):
 
 
 def pool(
-    x: Tensor,
-    wkv: Tensor,
-    wgate: Tensor,
-    ape: Tensor,
-    size: int,
+    a: Dense,
     shape: list[int],
-    cu_seqlens: Tensor | None,
-    seqused: Tensor | None,
-    start_pos: Tensor | None,
-    coff: int,
-    state: Tensor | None,
-    table: Tensor | None,
-    ring: bool,
+    start_pos: Tensor | None = None,
+    state: Tensor | None = None,
+    table: Tensor | None = None,
+    ring: bool = False,
     peaks: bool = False,
 ) -> Pooled:
     """C [E, D] in float32 of the windows that close, for an output of that `shape`."""
+    x, ape, size = a["x"], a["ape"], a["norm_weight"].shape[0]
+    cu_seqlens, seqused, coff = a["cu_seqlens"], a["seqused"], a["coff"]
     ratio, width = ape.shape[0], coff * size
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     product = nz_matmul.product(
-        flat, [(w.contiguous(), width) for w in (wkv, wgate)], "linear", keep_float=True, first=True
+        flat,
+        [(w.contiguous(), width) for w in (a["wkv"], a["wgate"])],
+        "linear",
+        keep_float=True,
+        first=True,
     )
     packed = cu_seqlens is not None
     requests = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else x.shape[0]
@@ -534,10 +534,7 @@ def angles(rope_sin: Tensor, rope_cos: Tensor) -> tuple[Tensor, Tensor, int]:
 
 def finish(
     made: Pooled,
-    norm_weight: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    eps: float,
+    a: Dense,
     out: Tensor,
     end: Ending,
     values: Tensor | None = None,
@@ -545,16 +542,16 @@ def finish(
     channels: Tensor | None = None,
     table: Tensor | None = None,
 ) -> None:
-    sin, cos, angle_row = angles(rope_sin, rope_cos)
+    sin, cos, angle_row = angles(a["rope_sin"], a["rope_cos"])
     absent = made.rows
     given = {n: made.requests[n] for n in ("bounds", "used", "starts", "tokens", "requests")}
     launches.kernel(_finish, made.rows.shape[0])(
         made.rows,
-        norm_weight,
+        a["norm_weight"],
         sin,
         cos,
         angle_row,
-        eps,
+        a["norm_eps"],
         out,
         *(absent if part is None else part for part in (values, scales, channels)),
         *(0 if part is None else part.stride(0) for part in (values, scales, channels)),
@@ -578,21 +575,8 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
     out = memory.empty((*shape, size) if return_cmp_kv else (0,), x.dtype, x.device)
     if nothing(x, cu_seqlens, size):
         return out.zero_()
-    made = pool(
-        x,
-        a["wkv"],
-        a["wgate"],
-        a["ape"],
-        size,
-        shape,
-        cu_seqlens,
-        a["seqused"],
-        a["start_pos"],
-        a["coff"],
-        state_cache,
-        a["state_block_table"],
-        a["cache_mode"] == compressed.RING,
-    )
+    ring = a["cache_mode"] == compressed.RING
+    made = pool(a, shape, a["start_pos"], state_cache, a["state_block_table"], ring)
     stored = dict(CACHE=cmp_cache is not None and cmp_cache.numel() > 0, OUT=return_cmp_kv)
     values, scales, channels = cmp_cache, a["cmp_scale_cache"], None
     if cmp_cache is not None and kind == "fp8" and size == quantised.V4_WIDTH:
@@ -610,10 +594,7 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
     if return_cmp_kv or end.CACHE:
         finish(
             made,
-            a["norm_weight"],
-            a["rope_sin"],
-            a["rope_cos"],
-            a["norm_eps"],
+            a,
             out,
             end,
             values,

@@ -24,21 +24,7 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
     out = memory.empty((*shape, size), x.dtype, x.device)
     if nothing(x, cu_seqlens, size):
         return out.zero_()
-    made = pool(
-        x,
-        a["wkv"],
-        a["wgate"],
-        a["ape"],
-        size,
-        shape,
-        cu_seqlens,
-        a["seqused"],
-        None,
-        a["coff"],
-        None,
-        None,
-        False,
-    )
+    made = pool(a, shape)
     end = ending(a["rope_sin"], size, a["rope_head_dim"], a["rotary_mode"], a["hadamard"])
-    finish(made, a["norm_weight"], a["rope_sin"], a["rope_cos"], a["norm_eps"], out, end)
+    finish(made, a, out, end)
     return out

@@ -175,22 +175,7 @@ def backward(**arguments: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Te
         others = (memory.empty(a.shape, a.dtype, device).zero_() for a in (x, wkv, wgate))
         d_norm = memory.empty(norm_weight.shape, norm_weight.dtype, device)
         return *others, d_ape.zero_(), d_norm.zero_()
-    made = pool(
-        x,
-        wkv,
-        wgate,
-        ape,
-        size,
-        shape,
-        cu_seqlens,
-        arguments["seqused"],
-        None,
-        coff,
-        None,
-        None,
-        False,
-        peaks=True,
-    )
+    made = pool(arguments, shape, peaks=True)
     d_pooled = memory.empty(made.rows.shape, torch.float32, device)
     d_norm = memory.empty(made.rows.shape, torch.float32, device)
     grads = arguments["d_out"].flatten(0, -2)

@@ -36,15 +36,9 @@ def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         gates(
             made,
             partial,
-            hc_fn,
-            a["hc_scale"],
-            a["hc_base"],
-            a["hc_sinkhorn_iters"],
-            a["norm_eps"],
-            a["hc_eps"],
-            a["norm_weight"],
             y,
             next_post,
             next_comb,
+            a,
         )
     return streams, y, next_post, next_comb

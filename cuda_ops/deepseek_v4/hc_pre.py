@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from typing_extensions import Unpack
 
 from ...dispatch.common import memory
-from ...dispatch.ops.deepseek_v4.hc_pre import Arguments
+from ...dispatch.ops.deepseek_v4.hc_pre import Arguments, Gates
 from ..common import gpu, handover
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
@@ -201,28 +201,16 @@ def mix(
     return partial
 
 
-def gates(
-    x: Tensor,
-    partial: Tensor,
-    hc_fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    hc_sinkhorn_iters: int,
-    norm_eps: float,
-    hc_eps: float,
-    norm_weight: Tensor | None,
-    y: Tensor,
-    post: Tensor,
-    comb: Tensor,
-) -> None:
+def gates(x: Tensor, partial: Tensor, y: Tensor, post: Tensor, comb: Tensor, a: Gates) -> None:
     """Of streams x [T, 4, h] and their products, into y, post and comb."""
+    hc_base, norm_weight = a["hc_base"], a["norm_weight"]
     tokens, _, hidden = x.shape
     runs, _, width = partial.shape
     chained = gpu.has_chained_launch(x.device)
     launches.kernel(_gates, tokens)(
         x,
         partial,
-        hc_scale,
+        a["hc_scale"],
         hc_base,
         hc_base if norm_weight is None else norm_weight,
         y,
@@ -231,10 +219,10 @@ def gates(
         tokens,
         runs,
         hidden,
-        hc_sinkhorn_iters,
-        norm_eps,
-        hc_eps,
-        COUNT=hc_fn.shape[0],
+        a["hc_sinkhorn_iters"],
+        a["norm_eps"],
+        a["hc_eps"],
+        COUNT=a["hc_fn"].shape[0],
         WIDTH=width,
         NORM=norm_weight is not None,
         BLOCK_D=power_of_two(hidden),
@@ -265,15 +253,9 @@ def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
         gates(
             streams,
             mix(streams, hc_fn),
-            hc_fn,
-            a["hc_scale"],
-            a["hc_base"],
-            a["hc_sinkhorn_iters"],
-            a["norm_eps"],
-            a["hc_eps"],
-            a["norm_weight"],
             y,
             post,
             comb,
+            a,
         )
     return y, post, comb

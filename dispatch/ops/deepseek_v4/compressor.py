@@ -8,7 +8,7 @@ compressor_dense.py.
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import Unpack
@@ -17,6 +17,7 @@ from ...check import Checker
 from ...common import compressed, quantised
 from ...common.compressed import BY_PAGE, RING
 from ..common import layouts, quantization
+from . import compressor_dense
 from .compressor_dense import inputs, of_state
 
 SCHEMA = (
@@ -31,30 +32,15 @@ SCHEMA = (
 )
 
 
-class Arguments(TypedDict):
-    x: Tensor
-    wkv: Tensor
-    wgate: Tensor
+class Arguments(compressor_dense.Arguments):
     state_cache: Tensor
-    ape: Tensor
-    norm_weight: Tensor
-    rope_sin: Tensor
-    rope_cos: Tensor
-    rope_head_dim: int
-    cmp_ratio: int
     state_block_table: Tensor | None
-    cu_seqlens: Tensor | None
-    seqused: Tensor | None
     start_pos: Tensor | None
-    coff: int
-    norm_eps: float
-    rotary_mode: int
     cache_mode: int
     cmp_cache: Tensor | None
     cmp_scale_cache: Tensor | None
     cmp_block_table: Tensor | None
     kind: str
-    hadamard: bool
     hadamard_round: str
     return_cmp_kv: bool
 

@@ -5,7 +5,7 @@ hc_post.py and hc_pre.py; it gives (residual, y, post, comb)."""
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import Tensor
 
@@ -20,19 +20,11 @@ SCHEMA = (
 )
 
 
-class Arguments(TypedDict):
+class Arguments(hc_pre.Gates):
     x: Tensor
     residual: Tensor
     post: Tensor
     comb: Tensor
-    hc_fn: Tensor
-    hc_scale: Tensor
-    hc_base: Tensor
-    hc_mult: int
-    hc_sinkhorn_iters: int
-    norm_eps: float
-    hc_eps: float
-    norm_weight: Tensor | None
 
 
 def check(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, **rest: Any) -> None:

@@ -25,8 +25,9 @@ SCHEMA = (
 GE = "HcPre"
 
 
-class Arguments(TypedDict):
-    x: Tensor
+class Gates(TypedDict):
+    """What makes the gates, in hc_post_pre too."""
+
     hc_fn: Tensor
     hc_scale: Tensor
     hc_base: Tensor
@@ -35,6 +36,10 @@ class Arguments(TypedDict):
     norm_eps: float
     hc_eps: float
     norm_weight: Tensor | None
+
+
+class Arguments(Gates):
+    x: Tensor
 
 
 STREAMS = 4

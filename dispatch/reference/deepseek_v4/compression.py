@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...common.compressed import PAIRS, Tokens, Windows, windows_of
+from ...ops.deepseek_v4.compressor_dense import Arguments
 from ..common import quantizers
 from ..common.precision import matmul
 
@@ -90,20 +91,12 @@ def scale_of(c: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(c.square().mean(-1, keepdim=True) + eps)
 
 
-def finished(
-    pooled: Tensor,
-    rows: Tensor,
-    norm_weight: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    rotary: int,
-    eps: float,
-    mode: int,
-) -> Tensor:
+def finished(pooled: Tensor, rows: Tensor, a: Arguments) -> Tensor:
     """Entries of what windows, those of `rows` of the output, come to."""
-    pairs = mode == PAIRS
-    sin, cos = (angles(rope, rotary, pairs, pooled.dtype)[rows] for rope in (rope_sin, rope_cos))
-    return turned(pooled * scale_of(pooled, eps) * norm_weight, sin, cos, pairs)
+    pairs, rotary = a["rotary_mode"] == PAIRS, a["rope_head_dim"]
+    both = a["rope_sin"], a["rope_cos"]
+    sin, cos = (angles(rope, rotary, pairs, pooled.dtype)[rows] for rope in both)
+    return turned(pooled * scale_of(pooled, a["norm_eps"]) * a["norm_weight"], sin, cos, pairs)
 
 
 def placed(

@@ -42,16 +42,7 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
         for state, new in zip(old, (kv, z), strict=True)
     )
     pooled = (compression.shares(logits, there) * values).sum(1)
-    entries = compression.finished(
-        pooled,
-        closed,
-        a["norm_weight"],
-        a["rope_sin"],
-        a["rope_cos"],
-        a["rope_head_dim"],
-        a["norm_eps"],
-        a["rotary_mode"],
-    )
+    entries = compression.finished(pooled, closed, a)
 
     kept = tokens.position >= 0
     if ring and len(tokens.start):

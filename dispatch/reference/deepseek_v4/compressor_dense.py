@@ -21,14 +21,5 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
     kv, z = compression.projected(x, a["wkv"], a["wgate"], a["ape"], tokens)
     values, logits = (compression.taken(each, own, a["coff"]) for each in (kv, z))
     pooled = (compression.shares(logits, own >= 0) * values).sum(1)
-    entries = compression.finished(
-        pooled,
-        closed,
-        a["norm_weight"],
-        a["rope_sin"],
-        a["rope_cos"],
-        a["rope_head_dim"],
-        a["norm_eps"],
-        a["rotary_mode"],
-    )
+    entries = compression.finished(pooled, closed, a)
     return compression.placed(entries, closed, shape, a["hadamard"], x.dtype)

@@ -19,18 +19,16 @@ from . import (
     sparse_attn_sharedkv,
 )
 
-_MODULES = (
-    sharedkv_prolog_pto,
-    compressor,
-    quantize_index_query,
-    lightning_indexer,
-    quant_lightning_indexer,
-    sparse_attn_sharedkv,
-    kv_quant_sparse_attn_sharedkv,
-    grouped_o_proj_pto,
-)
 STAGES = layer_v4.Stages(
-    *[*(module.forward for module in _MODULES), grouped_o_proj_pto.turned_back]
+    sharedkv_prolog_pto.forward,
+    compressor.forward,
+    quantize_index_query.forward,
+    lightning_indexer.forward,
+    quant_lightning_indexer.forward,
+    sparse_attn_sharedkv.forward,
+    kv_quant_sparse_attn_sharedkv.forward,
+    grouped_o_proj_pto.forward,
+    grouped_o_proj_pto.turned_back,
 )
 
 

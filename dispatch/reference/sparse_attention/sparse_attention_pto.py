@@ -13,15 +13,14 @@ from ..indexer import lightning_indexer, quant_lightning_indexer
 from ..prolog import indexer_prolog_pto, mla_prolog_pto
 from . import kv_quant_sparse_flash_attention, sparse_flash_attention
 
-_MODULES = (
-    mla_prolog_pto,
-    indexer_prolog_pto,
-    lightning_indexer,
-    sparse_flash_attention,
-    quant_lightning_indexer,
-    kv_quant_sparse_flash_attention,
+STAGES = layer.Stages(
+    mla_prolog_pto.forward,
+    indexer_prolog_pto.forward,
+    lightning_indexer.forward,
+    sparse_flash_attention.forward,
+    quant_lightning_indexer.forward,
+    kv_quant_sparse_flash_attention.forward,
 )
-STAGES = layer.Stages(*(module.forward for module in _MODULES))
 
 
 def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
