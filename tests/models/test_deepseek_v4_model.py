@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from custom.dispatch import log
+from custom.dispatch.reference.common import weight_args
 from torch.nn import functional as F
 
 import custom
@@ -421,13 +422,65 @@ def test_weights_of_8_bits_stay_so(of_whole_blocks, kind, mode):
                 assert torch.equal(whole[name].bfloat16(), stands[name]), name
 
 
-def quantised_inputs(model, kind):
-    """Transformers' own model, whose narrow projections meet what 8 bits leave of their input."""
+class Quantised:
+    """What the op's products with weights of 8 bits made of their inputs, in their order."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.seen: list[weight_args.Rows] = []
+        made = weight_args.rows
+
+        def rows(*given):
+            out = made(*given)
+            if out.scale is not None:
+                self.seen.append(out)
+            return out
+
+        monkeypatch.setattr(weight_args, "rows", rows)
+
+    def taken(self, requests, passes=1):
+        """Of all tokens [B, S, ..]: those of each pass behind those of the one before."""
+        each = [
+            [x.view(requests, -1, x.shape[-1]) for x in rows if x is not None] for rows in self.seen
+        ]
+        each = [each[at :: len(each) // passes] for at in range(len(each) // passes)]
+        self.seen.clear()
+        return [tuple(torch.cat(x, 1) for x in zip(*parts, strict=True)) for parts in each]
+
+
+def half_steps(values, scale):
+    """Of the numbers of 8 bits, [.., K]: half of what lies between one and the next."""
+    if values.dtype is torch.int8:
+        return scale.double() / 2
+    exponent = values.double().abs().clamp(min=2.0**-6).log2().floor()
+    steps = eight_bits.stands_for(torch.ones_like(values), scale)
+    return steps * (exponent - 4).exp2()
+
+
+def assert_are_nearest(x, values, scale):
+    """`values` times `scale` are the numbers of 8 bits next to x [T, K], up to its float32 sums."""
+    kind = "int8" if values.dtype is torch.int8 else "fp8"
+    off = CLOSE["atol"] + CLOSE["rtol"] * x.double().abs()
+    by = [eight_bits.activations(x * (1 + e), kind)[1] for e in (-CLOSE["rtol"], CLOSE["rtol"])]
+    least, most = by[0] - CLOSE["atol"] / 127, by[1] + CLOSE["atol"] / 127
+    assert ((least <= scale) & (scale <= most)).all()
+    far = (eight_bits.stands_for(values, scale) - x.double()).abs()
+    assert (far <= half_steps(values, scale) + off).all()
+
+
+def with_inputs(model, quantised):
+    """Transformers' own model, whose narrow projections meet what the op made of their inputs: the
+    nearest numbers of 8 bits, by a formula of its own."""
+    left = iter(quantised)
 
     def hook(_, given):
         x = given[0]
-        values, scale = eight_bits.activations(x.reshape(-1, x.shape[-1]), kind)
-        return (eight_bits.stands_for(values, scale).view(x.shape).to(x.dtype),)
+        flat = x.view(*x.shape[:2], -1, x.shape[-1])  # [B, S, groups, K]
+        out = []
+        for part in flat.unbind(2):
+            values, scale = (each.flatten(0, 1) for each in next(left))
+            assert_are_nearest(part.flatten(0, 1), values, scale)
+            out.append(eight_bits.stands_for(values, scale).view(part.shape).to(x.dtype))
+        return (torch.stack(out, 2).view(x.shape),)
 
     for layer in model.model.layers:
         index = getattr(layer.self_attn.compressor, "indexer", None)
@@ -435,15 +488,15 @@ def quantised_inputs(model, kind):
             linear.register_forward_pre_hook(hook)
         if index is not None:
             index.q_b_proj.register_forward_pre_hook(hook)
-    return model
+    return left
 
 
 @pytest.mark.parametrize("weight_format", ["linear", "nz"])
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @torch.inference_mode()
-def test_logits_with_weights_of_8_bits(of_whole_blocks, kind, weight_format):
-    """Those of the unmodified model whose inputs are quantised by a formula of its own, up to
-    numbers that lie between two of 8 bits and go the other way by a rounding of float32."""
+def test_logits_with_weights_of_8_bits(of_whole_blocks, kind, weight_format, monkeypatch):
+    """Those of the unmodified model with the same inputs of 8 bits, which are the nearest to its
+    own: a number between two of them goes either way by a rounding of float32, in both alike."""
     narrow, wide = narrowed(of_whole_blocks, kind)
     ids = torch.randint(
         narrow.config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(3)
@@ -452,17 +505,21 @@ def test_logits_with_weights_of_8_bits(of_whole_blocks, kind, weight_format):
     with use(weight_format=weight_format, page_size=16, dequantise=True):
         got = narrow(ids, use_cache=False).logits
     torch.testing.assert_close(got, dequantised, **CLOSE)
-    expected = quantised_inputs(wide, kind)(ids, use_cache=False).logits
+    seen, results = Quantised(monkeypatch), []
     with use(weight_format=weight_format, page_size=16):
         before = ran(OP)
-        got = narrow(ids, use_cache=False).logits
+        results.append((narrow(ids, use_cache=False).logits, seen.taken(len(ids))))
         assert ran(OP) - before == narrow.config.num_hidden_layers
         cache = transformers.DynamicCache(config=narrow.config)
         parts = [narrow(each, past_key_values=cache).logits for each in ids.split((30, 1, 2), 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), got, **CLOSE)  # tokens are quantised alone
-    off = (got - expected).abs().amax(-1)
-    of_inputs = (dequantised - expected).abs().max()  # what quantising them does
-    assert (off < 1e-5).float().mean() > 2 / 3 and off.max() < of_inputs / 8
+        results.append((torch.cat(parts, 1), seen.taken(len(ids), 3)))
+    for got, quantised in results:
+        theirs = copy.deepcopy(wide)
+        left = with_inputs(theirs, quantised)
+        expected = theirs(ids, use_cache=False).logits
+        assert next(left, None) is None  # each of them has been met
+        torch.testing.assert_close(got, expected, **CLOSE)
+        assert not torch.allclose(got, dequantised, **CLOSE)
 
 
 def test_projections_of_two_kinds_are_refused(of_whole_blocks):
