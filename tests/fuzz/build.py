@@ -14,7 +14,7 @@ from torch import Tensor
 
 import custom
 
-from ..support import convolution, kda, layer_v4, ragged
+from ..support import convolution, eight_bits, kda, layer_v4, ragged
 from ..support.delta_rule import Sequences, Step, moved
 from ..support.layer import CACHES, P, formatted, layer
 from ..support.samples import sample
@@ -109,7 +109,10 @@ class _Ragged:
         self.layout_query, self.layout_key = case["layouts"]
         self.garbage: Garbage = {}
         self.arguments: Arguments = {}
-        self.table, self.pages = ragged.shuffled_table(case["keys"])
+        self.each = case.get("m", 1)  # tokens of a key
+        self.page = case["entry_page"] if self.each > 1 else ragged.PAGE
+        self.held = [length // self.each for length in case["keys"]]
+        self.table, self.pages = ragged.shuffled_table(self.held, page=self.page)
 
     def _put(self, name: str, packed: Tensor, dtype: torch.dtype) -> None:
         if packed.is_floating_point():
@@ -128,12 +131,12 @@ class _Ragged:
         self._put(name, self._pack(parts, self.layout_query, shape), dtype)
 
     def keys(self, name: str, dtype: torch.dtype, size: int) -> None:
-        parts = [torch.randn(n, size, dtype=torch.float64) for n in self.case["keys"]]
+        parts = [torch.randn(n, size, dtype=torch.float64) for n in self.held]
         if self.layout_key == "PA_BSND":
             if parts:
-                packed = ragged.to_pages(parts, self.table, self.pages, CPU)
+                packed = ragged.to_pages(parts, self.table, self.pages, CPU, self.page)
             else:
-                packed = torch.zeros(self.pages, ragged.PAGE, 1, size)
+                packed = torch.zeros(self.pages, self.page, 1, size)
         else:
             packed = self._pack([x[:, None] for x in parts], self.layout_key, (1, size))
         self._put(name, packed, dtype)
@@ -165,11 +168,32 @@ def _lightning_indexer(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garba
     if case["op"].endswith("_grad"):
         p.rows("dy", dtype, 1, case["k"])
         p.indices()
-        options |= dict(layout=p.layout_query)
-    else:
-        options |= dict(layout_query=p.layout_query, layout_key=p.layout_key)
-        options |= dict(sparse_count=case["k"], return_value=True)
+        return p.arguments | options | dict(layout=p.layout_query), p.garbage
+    options |= dict(layout_query=p.layout_query, layout_key=p.layout_key, cmp_ratio=p.each)
+    options |= dict(sparse_count=case["k"])
+    if case["holes"] and "block_table" in p.arguments:
+        p.arguments["block_table"][:, 1:2] = -1
+    if case["op"] == "npu_lightning_indexer":
+        options["return_value"] = True
+    if "quant" in case["op"]:
+        _in_8_bits(p, case["eight"], dtype)
     return p.arguments | options, p.garbage
+
+
+def _in_8_bits(p: _Ragged, kind: str, dtype: torch.dtype) -> None:
+    """Queries and keys with their scales, which alone are nobody's where these are."""
+    given = p.arguments
+    narrow = torch.float32 if dtype is torch.float64 else dtype
+    half = kind == "int8" or narrow is torch.float16
+    for name in ("query", "key"):
+        values, scale = eight_bits.quantised(given[name], kind, "fp32")
+        of = torch.int8 if kind == "int8" else torch.float8_e4m3fn
+        values = torch.from_numpy(values).view(of)
+        by = torch.from_numpy(scale).to(narrow if half else torch.float32)
+        given |= {name: values, f"{name}_dequant_scale": by}
+        p.garbage[f"{name}_dequant_scale"] = p.garbage.pop(name)[..., 0]
+    given["weights"] = given["weights"].to(narrow if half else torch.float32)
+    given |= dict(query_quant_mode=0, key_quant_mode=0)
 
 
 def _sparse_flash_attention(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:

@@ -51,6 +51,18 @@ def _ragged(r: Random, backward: bool) -> Case:
     )
 
 
+def _indexer(r: Random, backward: bool) -> Case:
+    """Keys of one token each, or entries of `m`."""
+    case = _ragged(r, backward)
+    entries = not backward and case["layouts"][1] != "TND"
+    return case | dict(
+        m=r.choice([1, 1, 2, 3, 4, 16]) if entries else 1,
+        entry_page=r.choice([1, 2, 4, 8, 16, 48]),
+        holes=r.random() < 0.3,
+        eight=r.choice(["int8", "fp8"]),
+    )
+
+
 def _attention(r: Random, backward: bool) -> Case:
     return _ragged(r, backward) | dict(
         dr=r.choice([0, 16]),
@@ -276,6 +288,9 @@ KIND = {
     "npu_mla_prolog_pto": "layer",
     "npu_indexer_prolog_pto": "layer",
     "npu_lightning_indexer": "indexer",
+    "npu_lightning_indexer_scores": "indexer",
+    "npu_quant_lightning_indexer": "indexer",
+    "npu_quant_lightning_indexer_scores": "indexer",
     "npu_lightning_indexer_grad": "indexer",
     "npu_sparse_flash_attention": "attention",
     "npu_sparse_flash_attention_grad": "attention",
@@ -307,7 +322,7 @@ KIND = {
 }
 _SIZES: dict[str, Callable[[Random, bool], Case]] = {
     "layer": _layer,
-    "indexer": _ragged,
+    "indexer": _indexer,
     "attention": _attention,
     "shared kv": _shared_kv,
     "kl loss": _kl_loss,
@@ -387,7 +402,7 @@ COMPILED = {
     *("window", "h", "hk", "groups", "n", "ni", "k", "v", "d", "dv", "dr", "di", "dk", "plain"),
     *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
     *("ratio", "coff", "pairs", "full", "ring", "pages", "hadamard", "returned"),
-    *("m", "picked", "entry_page", "kind", "output", "quant"),
+    *("m", "picked", "entry_page", "kind", "output", "quant", "eight"),
     *("kda", "norm", "state", "gates", "gate", "bias", "w", "history", "activation"),
 }
 _COMPILE_MOST = ("layer", "layer v4", "loss", "kda")

@@ -79,9 +79,11 @@ def unpack(out: Tensor, layout: str, lengths: Sequence[int]) -> tuple[list[Tenso
     return parts, torch.cat(tails)
 
 
-def shuffled_table(lengths: Sequence[int], spare_pages: int = 3) -> tuple[Tensor, int]:
+def shuffled_table(
+    lengths: Sequence[int], spare_pages: int = 3, page: int = PAGE
+) -> tuple[Tensor, int]:
     """(block table [B, max_pages] with -1 where unused, pages of the cache), pages in no order."""
-    needed = [-(-length // PAGE) for length in lengths]
+    needed = [-(-length // page) for length in lengths]
     pages = sum(needed) + spare_pages
     order = torch.randperm(pages).tolist()
     table = torch.full((len(lengths), max([*needed, 0]) + 1), -1, dtype=torch.int32)
@@ -90,12 +92,14 @@ def shuffled_table(lengths: Sequence[int], spare_pages: int = 3) -> tuple[Tensor
     return table, pages
 
 
-def to_pages(parts: Sequence[Tensor], table: Tensor, pages: int, device: torch.device) -> Tensor:
+def to_pages(
+    parts: Sequence[Tensor], table: Tensor, pages: int, device: torch.device, page: int = PAGE
+) -> Tensor:
     """[L, D] of every request to a cache [pages, P, 1, D], NaN where nothing lies."""
-    cache = parts[0].new_full((pages, PAGE, 1, parts[0].shape[-1]), torch.nan)
+    cache = parts[0].new_full((pages, page, 1, parts[0].shape[-1]), torch.nan)
     for row, part in zip(table.tolist(), parts, strict=True):
         for position, key in enumerate(part):
-            cache[row[position // PAGE], position % PAGE, 0] = key
+            cache[row[position // page], position % page, 0] = key
     return cache.to(device)
 
 
