@@ -19,7 +19,7 @@ from ..support.delta_rule import Sequences, Step, moved
 from ..support.layer import CACHES, P, formatted, layer
 from ..support.samples import sample
 from ..support.selected import random_indices
-from ..support.shared_kv import Problem
+from ..support.shared_kv import Problem, packed
 from .draw import KIND, Case
 
 Arguments = dict[str, Any]
@@ -255,6 +255,11 @@ def _shared_kv(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     layout_q, layout_kv = case["layouts"]
     layout_kv = "PA_ND" if layout_kv == "PA_BSND" else layout_kv
     given = problem.arguments((layout_q, layout_kv), CPU, dtype)
+    if case["op"] == "npu_kv_quant_sparse_attn_sharedkv":
+        caches = {n: packed(given[n]) for n in ("ori_kv", "cmp_kv") if n in given}
+        garbage = dict(q=given["q"].isnan())
+        q = given["q"].masked_fill(garbage["q"], 0)
+        return given | caches | dict(q=q, kv_quant_mode=1), garbage
     if case["op"].endswith("_grad"):
         wide = problem.arguments((layout_q, layout_kv), CPU, torch.float64)
         out, lse = custom.npu_sparse_attn_sharedkv(**wide)
@@ -272,6 +277,29 @@ def _shared_kv(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
         n: x.isnan() for n, x in given.items() if n in ("q", "ori_kv", "cmp_kv") and x is not None
     }
     return given | {n: given[n].masked_fill(where, 0) for n, where in garbage.items()}, garbage
+
+
+def _latent_rows(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    tokens, page, v4 = case["b"] * case["s"], case["page"], case["eight"] == "v4"
+    size, width = (448, 584) if v4 else (512, 656)
+    pages = -(-tokens // page) + 2
+    step = -(-page * width // 576) * 576 if v4 else page * width
+    rows = torch.zeros(pages, step, dtype=torch.uint8)[:, : page * width]
+    rotary = torch.float16 if not v4 and case["dtype"] == "float16" else torch.bfloat16
+    slots = torch.randperm(pages * page)[:tokens].int()
+    options: Arguments = dict(kind="fp8", row_layout="v4")
+    if not v4:
+        order = "nope_scale_rope" if case["turned"] else "nope_rope_scale"
+        options = dict(kind=case["eight"], row_layout=order)
+        options["scale_format"] = "ue8m0" if case["power"] else "fp32"
+        if case["clip"]:
+            options["k_nope_clip_alpha"] = torch.rand(1) + 0.2
+    return options | dict(
+        ckv=torch.randn(tokens, size, dtype=torch.float64).to(dtype),
+        k_rope=torch.randn(tokens, 64, dtype=torch.float64).to(rotary),
+        rows=rows.view(pages, page, 1, width),
+        slots=slots.masked_fill(torch.rand(tokens) < 0.2, -1),
+    ), {}
 
 
 def _kl_loss(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
@@ -585,6 +613,8 @@ _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
     "indexer": _lightning_indexer,
     "attention": _sparse_flash_attention,
     "shared kv": _shared_kv,
+    "shared kv rows": _shared_kv,
+    "latents": _latent_rows,
     "kl loss": _kl_loss,
     "loss": _loss,
     "fused": _fused,

@@ -84,6 +84,10 @@ def _shared_kv(r: Random, backward: bool) -> Case:
     )
 
 
+def _shared_kv_rows(r: Random, backward: bool) -> Case:
+    return _shared_kv(r, backward) | dict(d=512, layouts=(r.choice(["BSND", "TND"]), "PA_BSND"))
+
+
 def _kl_loss(r: Random, backward: bool) -> Case:
     return _ragged(r, backward) | dict(
         dr=r.choice([0, 16]), ni=r.choice([1, 4, 16]), di=r.choice([16, 32]), block=1
@@ -257,6 +261,17 @@ def _sample(r: Random, backward: bool) -> Case:
     return dict(b=r.choice([0, *[1, 2] * 6]), s=r.choice([0, *few, *few, many, many]))
 
 
+def _latents(r: Random, backward: bool) -> Case:
+    """Rows of DeepSeek-V4, or of either kind and order."""
+    return _sample(r, backward) | dict(
+        eight=r.choice(["v4", "v4", "int8", "fp8"]),
+        page=16 * r.randint(1, 4),
+        turned=r.random() < 0.5,
+        power=r.random() < 0.5,
+        clip=r.random() < 0.3,
+    )
+
+
 def _streams(r: Random, backward: bool) -> Case:
     return _sample(r, backward) | dict(h=r.choice([1, r.randint(2, 300)]))
 
@@ -296,6 +311,8 @@ KIND = {
     "npu_sparse_flash_attention_grad": "attention",
     "npu_sparse_attn_sharedkv": "shared kv",
     "npu_sparse_attn_sharedkv_grad": "shared kv",
+    "npu_kv_quant_sparse_attn_sharedkv": "shared kv rows",
+    "npu_latent_cache_write": "latents",
     "npu_sparse_lightning_indexer_grad_kl_loss": "kl loss",
     "npu_indexer_loss": "loss",
     "npu_indexer_loss_backward": "loss",
@@ -325,6 +342,8 @@ _SIZES: dict[str, Callable[[Random, bool], Case]] = {
     "indexer": _indexer,
     "attention": _attention,
     "shared kv": _shared_kv,
+    "shared kv rows": _shared_kv_rows,
+    "latents": _latents,
     "kl loss": _kl_loss,
     "loss": _loss,
     "fused": _fused,
@@ -359,6 +378,7 @@ _WIDE: dict[str, Callable[[Random], Case]] = {
         n=r.choice([8, 16, 64, 128]), d=512, dr=64, block=1, own_value=False
     ),
     "shared kv": lambda r: dict(n=r.choice([8, 16, 64, 128]), d=512, window=128),
+    "shared kv rows": lambda r: dict(n=r.choice([8, 16, 64, 128]), window=128),
     "kl loss": lambda r: dict(n=r.choice([64, 128]), d=512, dr=64, ni=r.choice([32, 64]), di=128),
     "loss": lambda r: dict(n=r.choice([16, 64, 128]), d=r.choice([128, 512]), dr=64),
     "fused": lambda r: dict(
@@ -403,6 +423,7 @@ COMPILED = {
     *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
     *("ratio", "coff", "pairs", "full", "ring", "pages", "hadamard", "returned"),
     *("m", "picked", "entry_page", "kind", "output", "quant", "eight"),
+    *("turned", "power", "clip"),
     *("kda", "norm", "state", "gates", "gate", "bias", "w", "history", "activation"),
 }
 _COMPILE_MOST = ("layer", "layer v4", "loss", "kda")
