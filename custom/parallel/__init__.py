@@ -21,13 +21,19 @@ from .attention import (
     shard_layer,
     tensor_parallel_attention,
 )
-from .deepseek_v4 import shard_layer_v4, tensor_parallel_attention_v4
+from .deepseek_v4 import (
+    context_parallel_attention_v4,
+    shard_entry_pages,
+    shard_layer_v4,
+    tensor_parallel_attention_v4,
+)
 from .linear import context_parallel_delta_rule, context_parallel_kda, delta_rule_heads
 from .prefill import context_parallel_prefill, row_parallel_indexer, zigzag
 
 __all__ = [
     "all_reduce",
     "context_parallel_attention",
+    "context_parallel_attention_v4",
     "context_parallel_decode",
     "context_parallel_delta_rule",
     "context_parallel_kda",
@@ -36,6 +42,7 @@ __all__ = [
     "row_parallel_indexer",
     "same_selection",
     "shard",
+    "shard_entry_pages",
     "shard_layer",
     "shard_layer_v4",
     "tensor_parallel_attention",

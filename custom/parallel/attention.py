@@ -261,9 +261,8 @@ def context_parallel_attention(
     """
     if "ori_kv" in layer:
         raise NotSupported(
-            "context_parallel_attention: `ori_kv` is given, and DeepSeek-V4's layer has no context "
-            "parallel: a request's window rows and states are not dealt out. Use "
-            "tensor_parallel_attention_v4."
+            "context_parallel_attention: `ori_kv` is given, of DeepSeek-V4's layer. Use "
+            "context_parallel_attention_v4."
         )
     x = _in_stages("context_parallel_attention", {**layer, **options})
     query, query_rope, query_norm = _latent_prolog(x)

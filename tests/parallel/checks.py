@@ -27,6 +27,7 @@ import custom
 from custom import parallel
 
 from ..support.layer_v4 import drawn
+from ..support.shared_kv import packed
 
 P = 16  # page size
 CLOSE = dict(rtol=1e-5, atol=1e-5)
@@ -289,6 +290,81 @@ def tensor_parallel_of_deepseek_v4(group, rank, size):
             assert_near(got, parallel.shard(heads, 2, group))
 
 
+def context_parallel_of_deepseek_v4(group, rank, size):
+    """Entries over ranks, a page at a time; window rows and states are the same on all. Pages in
+    disorder, more and fewer than ranks, of which some are nowhere; rows and keys of 8 bits."""
+    dtype, device = half_by_kernels(torch.float32), torch.get_default_device()
+    heads = dict(heads=2 * size, groups=size)
+    cases = [
+        ("sliding", {}, {}),
+        ("HCA", dict(starts=(30, 0, 9), used=(6, 4, 0)), {}),
+        ("HCA", dict(entry_page=16, output=False), {}),
+        ("CSA", dict(starts=(35, 2, 17), used=None, steps=5), {}),
+        ("CSA", dict(entry_page=1), dict(check_equal=True)),
+        ("CSA", dict(m=3, holes=False), dict(broadcast=True)),
+        ("HCA", dict(starts=(), used=None), {}),
+    ]
+    for kind, sizes, options in cases:
+        layer = drawn(kind, device, dtype, **heads | sizes)
+        _assert_whole_v4(layer, group, rank, size, options)
+    layer = drawn("CSA", device, dtype, **heads, Dr=64, D=512, Di=128)
+    if not on_gpu():  # the sinks of nothing else: all, and none
+        layer["sinks"][:2] = torch.tensor([torch.inf, -torch.inf])
+    rows = {name: packed(layer[name]) for name in ("ori_kv", "cmp_kv")}
+    keys = torch.zeros(*layer["idx_k"].shape[:3], 132, dtype=torch.uint8)
+    narrow = dict(kv_kind="fp8", index_kind="fp8", idx_k=keys)
+    _assert_whole_v4(layer | rows | narrow, group, rank, size, {})
+
+
+def _assert_whole_v4(layer, group, rank, size, options):
+    """Of this rank's heads and entries, as one process computes it with all of them."""
+    whole, table = copied_tensors(layer), layer.get("cmp_block_table")
+    wanted = custom.npu_sparse_attention_v4_pto(**whole)
+    given = copied_tensors(layer)
+    if table is not None:
+        # what lies in the pages of another rank is nobody's
+        given["cmp_block_table"] = parallel.shard_entry_pages(table, group=group)
+        mine = torch.zeros(len(given["cmp_kv"]), dtype=torch.bool)
+        mine[given["cmp_block_table"][given["cmp_block_table"] >= 0].long()] = True
+        for name in ("cmp_kv", "idx_k"):
+            if given.get(name) is not None:
+                given[name][~mine] = torch.nan if given[name].is_floating_point() else 0x7F
+    local = parallel.shard_layer_v4(given, group=group, weight_format="nd")
+    got = parallel.context_parallel_attention_v4(local, group=group, **options)
+    if layer.get("w_o_a") is None:
+        wanted = parallel.shard(wanted, 2, group)
+    # float16: three roundings of attention's output, two of what W_o_b multiplies, and those of
+    # each rank's share and of their sum
+    eps = (5 + 2 * size) * 2**-11 if got.dtype is torch.float16 else CLOSE["atol"]
+    atol = eps * float(wanted.abs().max()) if wanted.numel() else 0.0
+    torch.testing.assert_close(got, wanted, rtol=0, atol=atol)
+    for name in ("ori_kv", "cmp_state", "idx_state"):
+        assert layer.get(name) is None or torch.equal(local[name], whole[name]), name
+    for name in ("cmp_kv", "idx_k"):
+        if layer.get(name) is not None:
+            assert torch.equal(local[name][mine], whole[name][mine]), name
+
+
+def entries_of_another_rank_are_refused(group, rank, size):
+    layer = drawn("HCA", torch.device("cpu"), torch.float32, heads=2 * size, groups=size)
+    local = parallel.shard_layer_v4(layer, group=group, weight_format="nd")
+    message = said(lambda: parallel.context_parallel_attention_v4(local, group=group))
+    assert f"expected -1 on rank {rank}" in message and "shard_entry_pages" in message, message
+    message = said(
+        lambda: parallel.context_parallel_attention(
+            layer, group=group, index_block_table=local["x"], index_cache_index=local["x"]
+        ),
+        NotImplementedError,
+    )
+    assert "Use context_parallel_attention_v4" in message, message
+    local["x"].requires_grad_()
+    _refuses(
+        lambda: parallel.context_parallel_attention_v4(local, group=group),
+        "context_parallel_attention_v4",
+        RuntimeError,
+    )
+
+
 def weights_of_deepseek_v4_are_cut(group, rank, size):
     """NZ of either shape as row-major ones; what cannot be dealt out is refused, by name."""
     draw = Draw(3)
@@ -346,13 +422,6 @@ def weights_of_deepseek_v4_are_cut(group, rank, size):
     uneven = layer | dict(w_uq=draw(32, (heads + 1) * D))
     message = said(lambda: parallel.shard_layer_v4(uneven, group=group))
     assert f"`w_uq` has {heads + 1} heads" in message, message
-    message = said(
-        lambda: parallel.context_parallel_attention(
-            dict(ori_kv=draw(1)), group=group, index_block_table=draw(1), index_cache_index=draw(1)
-        ),
-        NotImplementedError,
-    )
-    assert "DeepSeek-V4's layer has no context parallel" in message, message
     for given, sentence in (
         (dict(surplus=1), "npu_sparse_attention_v4_pto has no argument `surplus`"),
         ({}, "`x` is missing"),

@@ -42,6 +42,9 @@ EVERYWHERE = (
     "delta_rule_over_the_context",
     "kda_over_the_context",
     "loss_of_all_heads",
+    "tensor_parallel_of_deepseek_v4",
+    "context_parallel_of_deepseek_v4",
+    "weights_of_deepseek_v4_are_cut",
 )
 ONCE = (
     "another_selection_is_found",
@@ -64,11 +67,10 @@ ONCE = (
     "collectives_refuse_gradients",
     "options_in_stages_are_passed_on_or_refused",
     "scales_follow_their_columns",
+    "entries_of_another_rank_are_refused",
 )
 CASES = [(name, size) for size in (2, 3, 4) for name in EVERYWHERE]
 CASES += [(name, 2) for name in ONCE] + [("a_subgroup_has_its_own_ranks", 3)]
-OF_V4 = ("tensor_parallel_of_deepseek_v4", "weights_of_deepseek_v4_are_cut")
-CASES += [(name, size) for size in (2, 3) for name in OF_V4]
 
 
 def need(device, size):
