@@ -120,7 +120,7 @@ _STAGES = layer_v4.Stages(
 
 
 def _arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All of the op's, checked as the op does."""
+    """All of the op's, checked as the op does; in a graph the stages check their own."""
     refuse_gradients(name, **given)
     defaults = {n: p.default for n, p in _V4.items() if p.default is not p.empty}
     for each in [*given, *_V4]:
@@ -129,7 +129,8 @@ def _arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if each not in given and each not in defaults:
             raise TypeError(f"{name}: `{each}` is missing, in `layer` or beside it.")
     arguments = {**defaults, **given}
-    BY_NAME["npu_sparse_attention_v4_pto"].check(**arguments)
+    if not torch.compiler.is_compiling():
+        BY_NAME["npu_sparse_attention_v4_pto"].check(**arguments)
     return arguments
 
 
@@ -198,7 +199,7 @@ def context_parallel_attention_v4(
         return tensor_parallel_attention_v4(arguments, group=group)
     at, rank, size = ranks(group)
     table = whole.cmp_block_table
-    if values.known(table):
+    if not torch.compiler.is_compiling() and values.known(table):
         alien = (table >= 0) & (shard_entry_pages(table, group=at) < 0)
         if alien.any():
             i, c = alien.nonzero()[0].tolist()

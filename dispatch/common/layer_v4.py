@@ -190,7 +190,8 @@ class Layer:
     def of_indexer(self, query_index: Tensor, weights: Tensor) -> dict[str, Any]:
         """Of either indexer."""
         assert self.idx_k is not None
-        keys, own = self.idx_k, dict[str, Any](return_value=False)
+        own: dict[str, Any] = dict(return_value=False)
+        keys = self.idx_k
         if self.in_bytes:
             scales = self.idx_k_scale
             if scales is None:

@@ -1079,6 +1079,25 @@ def steps_compile_as_one_graph(group, rank, size):
         eager = whole(copied(local))
         got = torch.compile(whole, fullgraph=True, backend=backend)(copied(local))
     torch.testing.assert_close(got, eager, **near)
+    local = _sharded_v4("CSA", group, size)
+
+    def over_the_context(layer: dict[str, Any]) -> Tensor:
+        return parallel.context_parallel_attention_v4(layer, group=group)
+
+    with torch.no_grad():
+        eager = over_the_context(copied_tensors(local))
+        got = torch.compile(over_the_context, fullgraph=True, backend=backend)(
+            copied_tensors(local)
+        )
+    torch.testing.assert_close(got, eager, **near)
+
+
+def _sharded_v4(kind: str, group: Any, size: int) -> dict[str, Any]:
+    """With this rank's heads, groups and entries."""
+    dtype, device = half_by_kernels(torch.float32), torch.get_default_device()
+    layer = drawn(kind, device, dtype, heads=2 * size, groups=size)
+    layer["cmp_block_table"] = parallel.shard_entry_pages(layer["cmp_block_table"], group=group)
+    return parallel.shard_layer_v4(layer, group=group, weight_format="nd")
 
 
 def steps_in_a_cuda_graph(group, rank, size):
@@ -1093,9 +1112,12 @@ def steps_in_a_cuda_graph(group, rank, size):
         return parallel.all_reduce(output(out, uv, o), group)
 
     caches = [layer[name] for name in ("kv_cache", "kr_cache", "index_k_cache")]
+    v4 = _sharded_v4("CSA", group, size)
+    of_v4 = [v4[name] for name in ("ori_kv", "cmp_kv", "idx_k", "cmp_state", "idx_state")]
     with torch.no_grad():
         for call, fed, written in (
             (tensor_parallel, layer["x"], caches),
+            (partial(parallel.context_parallel_attention_v4, v4, group=group), v4["x"], of_v4),
             (partial(step.parts, group, 24), step.query, []),
             (partial(step.parts, group, 24, False), step.query, []),
         ):
