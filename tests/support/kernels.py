@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,3 +27,19 @@ def moved(x, device):
     there = torch.empty(0, dtype=x.dtype, device=device)
     storage = x.untyped_storage().to(device=device)
     return there.set_(storage, x.storage_offset(), x.shape, x.stride())
+
+
+def replayed(device: torch.device, call: Callable[[], Any]) -> Callable[[], Any]:
+    """A call as a CUDA graph repeats it."""
+    if device.type != "cuda":
+        pytest.skip("needs a GPU: there are no CUDA graphs elsewhere")
+    call()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph):
+        out = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return out
+
+    return replay

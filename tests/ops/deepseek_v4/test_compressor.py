@@ -18,6 +18,7 @@ from torch import Tensor
 import custom
 
 from ...support import deepseek_v4
+from ...support.kernels import moved, replayed
 
 NAN = float("nan")
 SPEC = BY_NAME["npu_compressor"]
@@ -988,6 +989,67 @@ def test_ties_at_0_go_to_the_first_entries(device):
         actual_seq_lengths_key=torch.tensor([15], device=device),
     )
     assert index.flatten().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("page, k", [(1, 40), (2, 3), (16, 8)])
+def test_pages_of_entries_absent_shared_and_apart(page, k, device):
+    """-1 and pages past the cache have no entry; two requests share some; pages lie apart."""
+    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
+    lengths, m, size, columns = [75, 61], 4, 16, -(-19 // page) + 1
+    q, w = torch.randn(2, 2, 3, size).to(dtype), torch.randn(2, 2, 3).to(dtype)
+    table, pages = shuffled(2, columns, random.Random(page))
+    table[1, :1] = table[0, :1]
+    table[0, 1], table[1, columns // 2] = -1, pages
+    pool = torch.full((pages, page * size + 8), NAN, dtype=dtype)
+    keys = pool[:, : page * size].view(pages, page, 1, size)
+    keys.copy_(torch.randn(keys.shape))
+    for i, row in enumerate(table.tolist()):  # behind the last entry
+        for at in range(lengths[i] // m, columns * page):
+            if at // page > 0 and 0 <= row[at // page] < pages:
+                keys[row[at // page], at % page] = NAN
+    index, scores = custom.npu_lightning_indexer_scores(
+        q.to(device),
+        moved(keys, device),
+        w.to(device),
+        actual_seq_lengths_key=torch.tensor(lengths, device=device),
+        block_table=table.to(device),
+        layout_key="PA_BSND",
+        sparse_count=k,
+        cmp_ratio=m,
+    )
+    for i, length in enumerate(lengths):
+        for j in range(2):
+            there = [
+                e for e in range((length - 1 + j) // m) if 0 <= int(table[i, e // page]) < pages
+            ]
+            found = [keys[int(table[i, e // page]), e % page, 0].double() for e in there]
+            each = ((torch.stack(found) @ q[i, j].double().T).relu() * w[i, j].double()).sum(-1)
+            best = each.sort(descending=True, stable=True).indices[:k].sort().values
+            got = index[i, j, 0].tolist()
+            assert got == [there[x] for x in best] + [-1] * (k - len(best)), (i, j)
+            near = dict(rtol=2e-5, atol=2e-5)
+            came = scores[i, j, 0, : len(best)].double().cpu()
+            torch.testing.assert_close(came, each[best], **near)
+
+
+def test_a_graph_of_the_indexer_replays_with_other_lengths(device):
+    """Entries close between replays, which hold on to no length."""
+    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
+    q, w, keys = (
+        torch.randn(*shape).to(device, dtype) for shape in ((2, 2, 4, 32), (2, 2, 4), (8, 2, 1, 32))
+    )
+    lengths = torch.tensor([2, 7], device=device)
+    given = dict(
+        actual_seq_lengths_key=lengths,
+        block_table=torch.tensor([[3, 1, 6, 0], [2, 5, 7, 4]], device=device),
+        layout_key="PA_BSND",
+        sparse_count=3,
+        cmp_ratio=4,
+    )
+    replay = replayed(device, lambda: custom.npu_lightning_indexer(q, keys, w, **given)[0])
+    for step in range(5):
+        lengths.copy_(torch.tensor([2 + 5 * step, 7 + step]))
+        assert torch.equal(replay(), custom.npu_lightning_indexer(q, keys, w, **given)[0])
 
 
 def test_8_bits_count_tokens_too(device):

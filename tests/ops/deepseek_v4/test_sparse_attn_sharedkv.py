@@ -17,7 +17,7 @@ import custom
 
 from ...support import interpreted
 from ...support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from ...support.kernels import INTERPRETED
+from ...support.kernels import INTERPRETED, replayed
 from ...support.ragged import BEYOND, ints, run, unpack
 from ...support.samples import sample
 from ...support.shared_kv import LAYOUTS, Problem, in_pages, packed, unpacked
@@ -449,6 +449,19 @@ def test_a_ring_of_pages(device, backend):
     ring = run(OP, backend, **given | dict(ori_kv=cache.to(device), ori_block_table=table))
     for x, y in zip(ring, run(OP, backend, **given), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_replays_with_other_lengths(kind, device, backend):
+    """Windows move and entries close between replays, which hold on to no length."""
+    problem = Problem([(2, 61), (2, 40)], **KINDS[kind])
+    given = problem.arguments(("BSND", "PA_ND"), device, narrow(backend), freed=False)
+    replay = replayed(device, lambda: run(OP, backend, **given))
+    for step in range(5):
+        given["seqused_kv"].copy_(ints([9 + 13 * step, 40 - 9 * step], device))
+        given["seqused_q"].copy_(ints([1 + step % 2, 2 - step % 2], device))
+        for x, y in zip(replay(), run(OP, backend, **given), strict=True):
+            assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
