@@ -548,7 +548,84 @@ def _flash_attention_backward(spec: Spec, arguments: Mapping[str, Any]) -> Any:
     )[:3]
 
 
+# ----------------------------- DeepSeek-V4's attention: behind what deals its work out to the cores
+
+_SHAREDKV = (
+    "q", "ori_kv", "cmp_kv", "ori_sparse_indices", "cmp_sparse_indices", "ori_block_table",
+    "cmp_block_table", "cu_seqlens_q", "cu_seqlens_ori_kv", "cu_seqlens_cmp_kv", "seqused_q",
+    "seqused_kv", "sinks",
+)  # fmt: skip
+_SHAREDKV_ATTRS = (
+    "softmax_scale", "cmp_ratio", "ori_mask_mode", "cmp_mask_mode", "ori_win_left",
+    "ori_win_right", "layout_q", "layout_kv", "return_softmax_lse",
+)  # fmt: skip
+_OF_SHAREDKV = Twin(
+    inputs=_same(*_SHAREDKV),
+    outputs=("attn_out", "softmax_lse"),
+    returns=("attn_out", "softmax_lse"),
+    # its statistics are of another shape, and documented as not valid
+    fixed=dict(layout_kv="PA_ND", indices_are_slots=False, return_softmax_lse=False),
+    lacks=(
+        "ori_sparse_indices", "cu_seqlens_ori_kv", "cu_seqlens_cmp_kv", "ori_topk_length",
+        "cmp_topk_length",
+    ),
+)  # fmt: skip
+
+
+def _sharedkv_metadata(spec: Spec, a: Mapping[str, Any]) -> Any:
+    """How CANN deals the work of a call out: made of its lengths, on the device.  What the caller
+    gave as `metadata` is not read, as by our own kernels."""
+    import torch
+    from torchair import ge
+
+    npu = getattr(torch, "npu", None)
+    if npu is None:
+        raise NotSupported(
+            f"{spec.name}: there is no torch.npu, and CANN's {spec.ge}Metadata is told the NPU's "
+            "cores. Convert where the NPU is that runs the graph."
+        )
+    q, lengths = a["q"], ("cu_seqlens_q", "seqused_q", "seqused_kv")
+    batch, steps = q.symsize[:2]
+    if a["layout_q"] == "TND":
+        batch, steps = a["cu_seqlens_q"].symsize[0] - 1, q.symsize[0]
+    cores = npu.get_stream_limit(npu.current_stream())
+    table, entries, chosen = (
+        a[name] for name in ("ori_block_table", "cmp_kv", "cmp_sparse_indices")
+    )
+    values = dict(
+        num_heads_q=q.symsize[-2], num_heads_kv=1, head_dim=q.symsize[-1], batch_size=batch,
+        max_seqlen_q=steps, max_seqlen_kv=table.symsize[1] * a["ori_kv"].symsize[1], ori_topk=0,
+        cmp_topk=0 if chosen is None else chosen.symsize[-1],
+        cmp_ratio=-1 if entries is None else a["cmp_ratio"], has_ori_kv=True,
+        has_cmp_kv=entries is not None, soc_version=npu.get_device_properties().name,
+        aic_core_num=cores["cube_core_num"], aiv_core_num=cores["vector_core_num"],
+        **{n: a[n] for n in _SHAREDKV_ATTRS if n.startswith(("ori_", "cmp_mask", "layout"))},
+    )  # fmt: skip
+    return ge.custom_op(
+        f"{spec.ge}Metadata",
+        inputs={name: a[name] for name in lengths},
+        outputs=["metadata"],
+        attrs={name: _attribute(spec, name, value) for name, value in values.items()},
+    )
+
+
+def _sharedkv(spec: Spec, arguments: Mapping[str, Any]) -> Any:
+    from torchair import ge
+
+    _refuse_what_cann_lacks(spec, _OF_SHAREDKV, arguments)
+    a = dict(arguments)
+    a["softmax_scale"] = a["softmax_scale"] or a["q"].symsize[-1] ** -0.5
+    inputs = {name: a[name] for name in _SHAREDKV}
+    return ge.custom_op(
+        spec.ge,
+        inputs=inputs | dict(metadata=_sharedkv_metadata(spec, a)),
+        outputs=list(_OF_SHAREDKV.outputs),
+        attrs={name: _attribute(spec, name, a[name]) for name in _SHAREDKV_ATTRS},
+    )
+
+
 COMPOSED: dict[str, Callable[[Spec, Mapping[str, Any]], Any]] = {
+    "npu_sparse_attn_sharedkv": _sharedkv,
     "npu_fused_attention": _flash_attention,
     "npu_fused_attention_backward": _flash_attention_backward,
 }
@@ -561,8 +638,14 @@ def _composed(spec: Spec) -> Callable[..., Any]:
     return convert
 
 
+# CANN has an operator of the name, which does something else
+_UNLIKE = {
+    "npu_compressor": "CANN's Compressor takes page 0 of a table for none, and stores no entries",
+}
+
+
 def _refusing(spec: Spec) -> Callable[..., Any]:
-    lacking = (
+    lacking = _UNLIKE.get(spec.name) or (
         f"no GE form of CANN's {spec.ge} is public"
         if spec.ge
         else "it has no conversion to an operator of CANN's"

@@ -27,7 +27,7 @@ NO_FORM = [
     "npu_sparse_flash_attention_grad",
     "npu_chunk_gated_delta_rule",
 ]
-standalone.install({spec.ge for spec in SPECS if spec.ge})
+standalone.install({spec.ge for spec in SPECS if spec.ge} | {"SparseAttnSharedkvMetadata"})
 import torchair  # noqa: E402
 from custom.graph_mode import torchair as ours  # noqa: E402
 from torchair._ge_concrete_graph.fx2ge_converter import GeConcreteGraph  # noqa: E402
@@ -194,12 +194,90 @@ def test_what_cann_s_hyper_connections_lack_is_refused_by_name(change, message):
         convert("npu_hc_pre", arguments)
 
 
-@pytest.mark.parametrize("name", ["npu_compressor", "npu_sparse_attn_sharedkv"])
-def test_deepseek_v4_s_other_stages_are_refused_by_name(name):
-    """CANN's compressor takes page 0 for none, and its attention needs what an operator of its own
-    says of the lengths."""
-    with pytest.raises(Exception, match=rf"{name}: it has no conversion to .*npugraph_ex"):
+def test_a_compressor_that_takes_page_0_for_none_is_refused_by_name():
+    name = "npu_compressor"
+    with pytest.raises(Exception, match=rf"{name}: CANN's Compressor takes page 0.*npugraph_ex"):
         convert(name, sample(name, CPU, torch.bfloat16))
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """Of an NPU that is not here."""
+    npu = types.SimpleNamespace(
+        current_stream=lambda: None,
+        get_stream_limit=lambda stream: dict(cube_core_num=24, vector_core_num=48),
+        get_device_properties=lambda: types.SimpleNamespace(name="Ascend910_9392"),
+    )
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+
+
+@pytest.mark.parametrize("kind", ["sliding", "HCA", "CSA"])
+def test_attention_over_rows_and_entries_becomes_cann_s(kind, graphs, cores):
+    """Its work is dealt out by an operator in front, whatever `metadata` the caller has."""
+    name = "npu_sparse_attn_sharedkv"
+    arguments = sharedkv(kind) | dict(metadata=torch.zeros(1024, dtype=torch.int32))
+    wanted = overload(BY_NAME[name])(**arguments)
+    got = convert(name, arguments)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    op, dealt = (node(graphs, f"SparseAttnSharedkv{end}") for end in ("", "Metadata"))
+    tensors = [n for n, x in arguments.items() if isinstance(x, torch.Tensor)]
+    assert sorted(inputs_of(op)) == sorted(tensors)
+    given = {d.name: s.partition(":")[0] for d, s in zip(op.input_desc, op.input, strict=True)}
+    assert given["metadata"] == dealt.name
+    assert inputs_of(dealt) == ["seqused_q", "seqused_kv"]
+    assert op.attr["softmax_scale"].f == pytest.approx(64**-0.5)
+    assert (op.attr["cmp_ratio"].i, op.attr["layout_kv"].s) == (
+        0 if kind == "sliding" else 4,
+        b"PA_ND",
+    )
+    attr = dealt.attr
+    names = ("num_heads_q", "head_dim", "batch_size", "max_seqlen_q", "max_seqlen_kv", "cmp_topk")
+    assert [attr[n].i for n in names] == [4, 64, 2, 3, 48, 5 if kind == "CSA" else 0]
+    assert attr["has_cmp_kv"].b == (kind != "sliding")
+    assert attr["cmp_ratio"].i == (-1 if kind == "sliding" else 4)
+    assert (attr["soc_version"].s, attr["aic_core_num"].i) == (b"Ascend910_9392", 24)
+
+
+def sharedkv(kind: str) -> dict:
+    new = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16)  # noqa: E731
+    ints = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+    given = dict(
+        q=new(2, 3, 4, 64), ori_kv=new(6, 16, 1, 64), ori_block_table=ints(*range(6)).view(2, 3),
+        seqused_q=ints(3, 2), seqused_kv=ints(20, 33), sinks=torch.zeros(4), ori_win_left=7,
+    )  # fmt: skip
+    if kind != "sliding":
+        given |= dict(
+            cmp_kv=new(4, 16, 1, 64), cmp_block_table=ints(0, 1, 2, 3).view(2, 2), cmp_ratio=4
+        )
+    if kind == "CSA":
+        given["cmp_sparse_indices"] = ints(*range(5)).expand(2, 3, 1, 5).contiguous()
+    return given
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(return_softmax_lse=True), "computes with `return_softmax_lse` = False only"),
+        (dict(ori_topk_length=torch.ones(6, dtype=torch.int32)), "`ori_topk_length` is given"),
+    ],
+    ids=["lse", "slots"],
+)
+def test_what_cann_s_attention_over_entries_lacks_is_refused_by_name(change, message, cores):
+    name, given = "npu_sparse_attn_sharedkv", sharedkv("sliding") | change
+    if "ori_topk_length" in change:
+        given = dict(
+            q=given["q"], ori_kv=given["ori_kv"], indices_are_slots=True, **change,
+            ori_sparse_indices=torch.zeros(2, 3, 1, 4, dtype=torch.int32),
+        )  # fmt: skip
+        message = "`ori_sparse_indices` is given"
+    with pytest.raises(Exception, match=rf"{name}: .*{message}.*npugraph_ex"):
+        convert(name, given)
+
+
+def test_where_there_is_no_npu_its_cores_are_not_known():
+    with pytest.raises(Exception, match=r"npu_sparse_attn_sharedkv: there is no torch\.npu"):
+        convert("npu_sparse_attn_sharedkv", sharedkv("sliding"))
 
 
 FLASH = {
@@ -317,6 +395,7 @@ def test_an_attribute_that_depends_on_a_size_is_refused_by_name():
 def test_an_op_without_a_form_names_npugraph_ex(name):
     arguments = sample(name, CPU, torch.bfloat16)
     sentence = r"no GE form of CANN's \w+" if name in NO_FORM else "it has no conversion to an op"
+    sentence = "CANN's Compressor takes page 0" if name == "npu_compressor" else sentence
     with pytest.raises(Exception, match=rf"{name}: {sentence}.*npugraph_ex"):
         convert(name, arguments)
 
@@ -341,12 +420,14 @@ class Step(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", [*ours.TWINS, *ours.COMPOSED])
-def test_dynamo_export_writes_the_serialised_graph(name, tmp_path):
+def test_dynamo_export_writes_the_serialised_graph(name, tmp_path, cores):
     arguments = sample(name, CPU, torch.bfloat16)
     if name == "npu_sparse_attention_pto":
         arguments |= PUBLIC_KERNEL
     elif name == "npu_hc_pre":
         del arguments["norm_weight"]
+    elif name == "npu_sparse_attn_sharedkv":
+        arguments = sharedkv("CSA")
     model = Step(name, arguments)
     given = {
         n: v for n, v in arguments.items() if isinstance(v, torch.Tensor) and n not in model.kept

@@ -19,6 +19,7 @@ from ..sparse_attention.sparse_flash_attention import statistics
 from . import sharedkv
 
 SCHEMA = f"npu_sparse_attn_sharedkv(Tensor q, *, {sharedkv.ARGUMENTS}) -> (Tensor, Tensor)"
+GE = "SparseAttnSharedkv"
 
 
 def check(q: Tensor, **x: Any) -> None:
