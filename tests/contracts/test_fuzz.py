@@ -134,6 +134,35 @@ FOUND = [
             lse=True,
         ),
     ),
+    # entries of two channels, whose norm cancels most of the gradient
+    (
+        "legal",
+        dict(
+            op="npu_compressor_dense_grad",
+            seed=690273333,
+            dtype="float32",
+            disguises=["offset"],
+            lengths=[5],
+            start=0,
+            spare=2,
+            packed=False,
+            h=40,
+            d=2,
+            dr=2,
+            ratio=1,
+            coff=2,
+            pairs=False,
+            full=False,
+            ring=False,
+            room=0,
+            page=0,
+            entry_page=0,
+            pages="none",
+            returned=False,
+            hadamard=False,
+            holes=False,
+        ),
+    ),
     # one key has the whole probability, so that its score's gradient is roundings of float32: those
     # of another alignment, and on a GPU those of another order
     (
