@@ -551,14 +551,31 @@ def _flash_attention_backward(spec: Spec, arguments: Mapping[str, Any]) -> Any:
 # ----------------------------- DeepSeek-V4's attention: behind what deals its work out to the cores
 
 _SHAREDKV = (
-    "q", "ori_kv", "cmp_kv", "ori_sparse_indices", "cmp_sparse_indices", "ori_block_table",
-    "cmp_block_table", "cu_seqlens_q", "cu_seqlens_ori_kv", "cu_seqlens_cmp_kv", "seqused_q",
-    "seqused_kv", "sinks",
-)  # fmt: skip
+    "q",
+    "ori_kv",
+    "cmp_kv",
+    "ori_sparse_indices",
+    "cmp_sparse_indices",
+    "ori_block_table",
+    "cmp_block_table",
+    "cu_seqlens_q",
+    "cu_seqlens_ori_kv",
+    "cu_seqlens_cmp_kv",
+    "seqused_q",
+    "seqused_kv",
+    "sinks",
+)
 _SHAREDKV_ATTRS = (
-    "softmax_scale", "cmp_ratio", "ori_mask_mode", "cmp_mask_mode", "ori_win_left",
-    "ori_win_right", "layout_q", "layout_kv", "return_softmax_lse",
-)  # fmt: skip
+    "softmax_scale",
+    "cmp_ratio",
+    "ori_mask_mode",
+    "cmp_mask_mode",
+    "ori_win_left",
+    "ori_win_right",
+    "layout_q",
+    "layout_kv",
+    "return_softmax_lse",
+)
 _OF_SHAREDKV = Twin(
     inputs=_same(*_SHAREDKV),
     outputs=("attn_out", "softmax_lse"),
@@ -566,10 +583,13 @@ _OF_SHAREDKV = Twin(
     # its statistics are of another shape, and documented as not valid
     fixed=dict(layout_kv="PA_ND", indices_are_slots=False, return_softmax_lse=False),
     lacks=(
-        "ori_sparse_indices", "cu_seqlens_ori_kv", "cu_seqlens_cmp_kv", "ori_topk_length",
+        "ori_sparse_indices",
+        "cu_seqlens_ori_kv",
+        "cu_seqlens_cmp_kv",
+        "ori_topk_length",
         "cmp_topk_length",
     ),
-)  # fmt: skip
+)
 
 
 def _sharedkv_metadata(spec: Spec, a: Mapping[str, Any]) -> Any:
@@ -593,14 +613,22 @@ def _sharedkv_metadata(spec: Spec, a: Mapping[str, Any]) -> Any:
         a[name] for name in ("ori_block_table", "cmp_kv", "cmp_sparse_indices")
     )
     values = dict(
-        num_heads_q=q.symsize[-2], num_heads_kv=1, head_dim=q.symsize[-1], batch_size=batch,
-        max_seqlen_q=steps, max_seqlen_kv=table.symsize[1] * a["ori_kv"].symsize[1], ori_topk=0,
+        num_heads_q=q.symsize[-2],
+        num_heads_kv=1,
+        head_dim=q.symsize[-1],
+        batch_size=batch,
+        max_seqlen_q=steps,
+        max_seqlen_kv=table.symsize[1] * a["ori_kv"].symsize[1],
+        ori_topk=0,
         cmp_topk=0 if chosen is None else chosen.symsize[-1],
-        cmp_ratio=-1 if entries is None else a["cmp_ratio"], has_ori_kv=True,
-        has_cmp_kv=entries is not None, soc_version=npu.get_device_properties().name,
-        aic_core_num=cores["cube_core_num"], aiv_core_num=cores["vector_core_num"],
+        cmp_ratio=-1 if entries is None else a["cmp_ratio"],
+        has_ori_kv=True,
+        has_cmp_kv=entries is not None,
+        soc_version=npu.get_device_properties().name,
+        aic_core_num=cores["cube_core_num"],
+        aiv_core_num=cores["vector_core_num"],
         **{n: a[n] for n in _SHAREDKV_ATTRS if n.startswith(("ori_", "cmp_mask", "layout"))},
-    )  # fmt: skip
+    )
     return ge.custom_op(
         f"{spec.ge}Metadata",
         inputs={name: a[name] for name in lengths},

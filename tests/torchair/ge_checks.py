@@ -243,9 +243,14 @@ def sharedkv(kind: str) -> dict:
     new = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16)  # noqa: E731
     ints = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
     given = dict(
-        q=new(2, 3, 4, 64), ori_kv=new(6, 16, 1, 64), ori_block_table=ints(*range(6)).view(2, 3),
-        seqused_q=ints(3, 2), seqused_kv=ints(20, 33), sinks=torch.zeros(4), ori_win_left=7,
-    )  # fmt: skip
+        q=new(2, 3, 4, 64),
+        ori_kv=new(6, 16, 1, 64),
+        ori_block_table=ints(*range(6)).view(2, 3),
+        seqused_q=ints(3, 2),
+        seqused_kv=ints(20, 33),
+        sinks=torch.zeros(4),
+        ori_win_left=7,
+    )
     if kind != "sliding":
         given |= dict(
             cmp_kv=new(4, 16, 1, 64), cmp_block_table=ints(0, 1, 2, 3).view(2, 2), cmp_ratio=4
@@ -267,9 +272,12 @@ def test_what_cann_s_attention_over_entries_lacks_is_refused_by_name(change, mes
     name, given = "npu_sparse_attn_sharedkv", sharedkv("sliding") | change
     if "ori_topk_length" in change:
         given = dict(
-            q=given["q"], ori_kv=given["ori_kv"], indices_are_slots=True, **change,
+            q=given["q"],
+            ori_kv=given["ori_kv"],
+            indices_are_slots=True,
+            **change,
             ori_sparse_indices=torch.zeros(2, 3, 1, 4, dtype=torch.int32),
-        )  # fmt: skip
+        )
         message = "`ori_sparse_indices` is given"
     with pytest.raises(Exception, match=rf"{name}: .*{message}.*npugraph_ex"):
         convert(name, given)
