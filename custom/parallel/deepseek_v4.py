@@ -28,7 +28,8 @@ def shard_layer_v4(
     """The arguments of `npu_sparse_attention_v4_pto` with this rank's heads and output groups.
 
     `w_uq` (columns), `sinks`, `w_o_a` (groups) and `w_o_b` (rows) are cut, with their scales where
-    they are of 8 bits; all else, compressors, indexer and caches, is the same on every rank.
+    they are of 8 bits; all else, compressors, indexer and caches, is the same on every rank. What
+    an int8 `w_o_b` multiplies has a scale for a token: of a rank's own groups here.
 
     Args:
         layer: the op's arguments by name, with all heads.

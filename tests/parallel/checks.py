@@ -308,8 +308,7 @@ def context_parallel_of_deepseek_v4(group, rank, size):
         layer = drawn(kind, device, dtype, **heads | sizes)
         _assert_whole_v4(layer, group, rank, size, options)
     layer = drawn("CSA", device, dtype, **heads, Dr=64, D=512, Di=128)
-    if not on_gpu():  # the sinks of nothing else: all, and none
-        layer["sinks"][:2] = torch.tensor([torch.inf, -torch.inf])
+    layer["sinks"][:2] = torch.tensor([torch.inf, -torch.inf])
     rows = {name: packed(layer[name]) for name in ("ori_kv", "cmp_kv")}
     keys = torch.zeros(*layer["idx_k"].shape[:3], 132, dtype=torch.uint8)
     narrow = dict(kv_kind="fp8", index_kind="fp8", idx_k=keys)
