@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Generated pages: one for each public name and for each gradient that autograd calls, the list of
-them, one for each public module, and the variables."""
+"""Generated pages: one for each public name and for each op without a function, the list of them,
+one for each public module, and the variables."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ MODULES = {
     "custom.integrations.drafts": "Verifying drafts with models that keep states.",
 }
 
+# ops without a function of that name, and the one that calls them where no cache is given
+DENSE = {"npu_compressor_dense": "npu_compressor"}
+
 
 def names() -> list[str]:
     """Public functions and classes of `custom`."""
@@ -58,8 +61,13 @@ def spec_of(name: str) -> Spec | None:
     return next((spec for spec in SPECS if op_table.public(spec) == name), None)
 
 
-def gradients() -> Iterator[tuple[Spec, Spec]]:
-    """Ops without a public function, and the op whose backward calls each."""
+def function_of(spec: Spec) -> str:
+    return op_table.public(spec) or DENSE[spec.name]
+
+
+def without_function() -> Iterator[tuple[Spec, Spec]]:
+    """Ops without a public function, and the op whose backward calls each; itself where it is in
+    DENSE."""
     of = {spec.name: spec for spec in SPECS}
     for spec in SPECS:
         if op_table.public(spec) is None:
@@ -100,9 +108,11 @@ def _page(name: str) -> str:
     return "\n".join([*lines, *(_schema(spec) if spec else [])]) + "\n"
 
 
-def _gradient(spec: Spec, base: Spec) -> str:
-    public = op_table.public(base)
+def _behind(spec: Spec, base: Spec) -> str:
+    public = function_of(base)
     said = f"The gradient of [{public}]({public}.md). Autograd calls it; no function of ours does."
+    if base is spec:
+        said = f"[{public}]({public}.md) calls it where no cache is given."
     return "\n".join([f"# {spec.name}", "", said, "", *_schema(spec)]) + "\n"
 
 
@@ -111,7 +121,9 @@ def _module(name: str) -> str:
     there = importlib.import_module(name)
     lines = [f"# {name}", "", sentence(there), ""]
     for member in members(there):
-        lines += [f"::: {getattr(there, member).__module__}.{member}", ""]
+        home = getattr(there, member).__module__
+        elsewhere = home != name and home in MODULES
+        lines += [f"`{member}`: [{home}]({home}.md)." if elsewhere else f"::: {home}.{member}", ""]
     return "\n".join(lines) + "\n"
 
 
@@ -129,12 +141,13 @@ def _list() -> str:
     others.append(
         "| [config](install.md#environment-variables) | The settings, and the variables. |"
     )
-    called = [
-        f"| [{spec.name}](ops/{spec.name}.md) | Gradient of `{op_table.public(base)}`. |"
-        for spec, base in gradients()
-    ]
+    behind = []
+    for spec, base in without_function():
+        name = function_of(base)
+        said = f"`{name}` without caches." if base is spec else f"Gradient of `{name}`."
+        behind.append(f"| [{spec.name}](ops/{spec.name}.md) | {said} |")
     modules = [f"| [{name}](api/{name}.md) | {said} |" for name, said in MODULES.items()]
-    parts = {"Ops": ops, "Helpers": others, "Called by autograd": called, "Modules": modules}
+    parts = {"Ops": ops, "Helpers": others, "Behind functions": behind, "Modules": modules}
     lines = ["# API", "", "[Which op for what](which_op.md) helps to choose.", ""]
     for title, rows in parts.items():
         lines += [f"## {title}", "", "| name | what the caller gets |", "|---|---|", *rows, ""]
@@ -172,7 +185,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {f"ops/{name}.md": _page(name) for name in names()}
-    made |= {f"ops/{spec.name}.md": _gradient(spec, base) for spec, base in gradients()}
+    made |= {f"ops/{spec.name}.md": _behind(spec, base) for spec, base in without_function()}
     made |= {f"api/{name}.md": _module(name) for name in MODULES}
     made |= {"ops.md": _list(), "index.md": _start("README.md")}
     made |= {"README.zh.md": _start("README.zh.md")}

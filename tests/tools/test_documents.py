@@ -301,12 +301,18 @@ def test_every_public_name_has_a_page(site):
     assert all(re.search(r"[.:`] \|$", row) for row in rows), "a sentence that is cut"
 
 
-def test_gradients_that_have_no_function_are_called_by_the_op_that_their_page_names(site):
+def test_ops_without_a_function_are_called_by_what_their_page_names(site):
     hooks, _ = site
-    found = [*hooks.gradients()]
+    found = [*hooks.without_function()]
     assert [spec for spec, _ in found] == [s for s in SPECS if op_table.public(s) is None]
+    assert {spec.name for spec, base in found if spec is base} == {*hooks.DENSE}
     for spec, base in found:
-        assert f"{spec.name}(" in inspect.getsource(inspect.getmodule(base.backward))
+        caller = hooks.function_of(base)
+        calls = getattr(custom, caller) if spec is base else inspect.getmodule(base.backward)
+        assert f"custom.{spec.name}(" in (text := inspect.getsource(calls)) or (
+            f"_ops.{spec.name},\n" in text
+        )
+        assert f"]({caller}.md)" in hooks._behind(spec, base)
 
 
 def test_pages_of_modules_have_all_their_names(site):
@@ -315,8 +321,10 @@ def test_pages_of_modules_have_all_their_names(site):
     page = hooks._module("custom.parallel")
     assert all(f".{name}\n" in page for name in parallel.__all__)
     assert hooks.members(importlib.import_module("custom.integrations.kernels"))[:1]
-    for name in hooks.MODULES:
-        assert f"(api/{name}.md)" in hooks._list()
+    pages = {name: hooks._module(name) for name in hooks.MODULES}
+    assert all(f"(api/{name}.md)" in hooks._list() for name in pages)
+    described = re.findall(r"^::: (.*)$", "".join(pages.values()), re.M)
+    assert len(described) == len({*described}), "two pages of one name"
 
 
 def test_the_first_page_of_the_site_is_the_readme_with_its_pictures(site):
