@@ -42,6 +42,7 @@ MODULES = {
 
 # ops without a function of that name, and the one that calls them where no cache is given
 DENSE = {"npu_compressor_dense": "npu_compressor"}
+_WIDE = "---\nhide: [navigation]\n---\n"
 
 
 def names() -> list[str]:
@@ -100,11 +101,12 @@ def _schema(spec: Spec) -> list[str]:
 
 
 def _page(name: str) -> str:
-    lines, spec = [f"# {name}", ""], spec_of(name)
+    spec = spec_of(name)
     if other := same_as(name):
-        lines += [f"Another name of [{other}]({other}.md).", ""]
+        lines = [f"# {name}", "", f"Another name of [{other}]({other}.md).", ""]
     else:
-        lines += [f"::: {getattr(custom, name).__module__}.{name}", ""]
+        shown = f"::: {getattr(custom, name).__module__}.{name}"
+        lines = ["---", f"title: {name}", "---", shown, "    options: {heading_level: 1}", ""]
     return "\n".join([*lines, *(_schema(spec) if spec else [])]) + "\n"
 
 
@@ -155,10 +157,11 @@ def _list() -> str:
 
 
 def _start(name: str) -> str:
-    """A README, with links that work from the site; files outside it are named, not linked."""
+    """A README, with links that work from the site; files outside it are named, not linked. It has
+    the room of the list of pages, which it is alone in."""
     text = (ROOT / name).read_text().replace("](docs/", "](").replace("](README.md)", "](index.md)")
-    inside = r"https?:|#|index\.md|README\.zh\.md|figures/|(?:porting/)?[a-z_0-9]+\.md\b"
-    return re.sub(rf"\[([^\]]+)\]\((?!{inside})[^)]*\)", r"\1", text)
+    inside = r"https?:|#|index\.md|README\.zh\.md|figures/|(?:porting/|design/)?[a-z_0-9]+\.md\b"
+    return _WIDE + re.sub(rf"\[([^\]]+)\]\((?!{inside})[^)]*\)", r"\1", text)
 
 
 def variables() -> str:
@@ -201,3 +204,10 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     # the site's first page, by _start; what lies outside of it is named
     markdown = markdown.replace("../README.md", "index.md")
     return re.sub(r"\[([^\]]+)\]\(\.\./tests/[^)]*\)", r"\1", markdown)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """A name in a table may break behind an underscore, where site.css lets it."""
+    in_cells = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+    rows = re.compile(r"<td.*?</td>", re.S)
+    return rows.sub(lambda cell: in_cells.sub(lambda x: x[0].replace("_", "_<wbr>"), cell[0]), html)
