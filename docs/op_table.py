@@ -206,39 +206,44 @@ def has_kernel(backend: backends.Backend, spec: Spec) -> bool:
     return backends.has_kernel(backend, spec) and (backend.name, spec.name) not in _REFUSED
 
 
-def with_kernels(names: tuple[str, ...], without: str) -> str:
-    """The backends of all of them, and which op one lacks."""
+def with_kernels(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """The backends of all of them, and those that one lacks."""
     specs = [spec for spec in SPECS if public(spec) in names]
-    found = ["CPU"]
+    found, lacking = ["CPU"], []
     for title, backend in (("CUDA", backends.CUDA), ("NPU", backends.NPU)):
-        lacking = [public(spec) for spec in specs if not has_kernel(backend, spec)]
-        if len(lacking) < len(specs):
-            found.append(title + "".join(f"{without} `{name}`" for name in lacking))
-    return ", ".join(found)
+        without = [
+            name for spec in specs if not has_kernel(backend, spec) and (name := public(spec))
+        ]
+        if len(without) < len(specs):
+            found.append(title + ("\\*" if without else ""))
+            lacking += without
+    return found, lacking
 
 
 def _drawn(head: tuple[str, ...], language: str, without: str) -> str:
-    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    """The first column leads to the page, so that the table fits GitHub's column."""
+    rows, all_lacking = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"], []
     for purpose in purposes():
-        names = ", ".join(f"`{name}`" for name in purpose.names)
-        page = purpose.page.removesuffix(".md").rpartition("/")[2]
+        found, lacking = with_kernels(purpose.names)
         cells = (
-            getattr(purpose, language),
-            names,
+            f"[{getattr(purpose, language)}](docs/{purpose.page})",
+            ", ".join(f"`{name}`" for name in purpose.names),
             purpose.dtypes,
-            with_kernels(purpose.names, without),
-            f"[{page}](docs/{purpose.page})",
+            ", ".join(found),
         )
         rows.append(f"| {' | '.join(cells)} |")
+        all_lacking += lacking
+    if all_lacking:
+        rows += ["", without.format(", ".join(f"`{name}`" for name in all_lacking))]
     return "\n".join(rows) + "\n"
 
 
 def english() -> str:
-    return _drawn(("for", "`custom.` ..", "dtypes", "backends", "page"), "english", " but for")
+    return _drawn(("for", "`custom.` ..", "dtypes", "backends"), "english", "\\* but for {}.")
 
 
 def chinese() -> str:
-    return _drawn(("用途", "`custom.` ..", "数据类型", "后端", "文档"), "chinese", "，除")
+    return _drawn(("用途", "`custom.` ..", "数据类型", "后端"), "chinese", "\\* {} 除外。")
 
 
 BLOCKS = {"ops": english, "ops zh": chinese}
