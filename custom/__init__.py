@@ -16,15 +16,20 @@ import typing as _typing
 from pathlib import Path as _Path
 
 _here = _Path(__file__).resolve().parent
-if not (_here / "dispatch").is_dir():
-    # a clone that was not installed: the other folders lie beside this one
-    __path__.append(str(_here.parent))
+if not (_here / "dispatch").is_dir():  # a clone that was not installed
+    from ._clone import find as _find
+
+    _find(__name__, _here.parent)
 
 from .dispatch.register import register_all as _register_all  # noqa: E402
 
 _register_all()
 
 from ._causal_conv1d import causal_conv1d_fn, causal_conv1d_update  # noqa: E402
+from ._indexer_loss import (  # noqa: E402
+    compute_index_loss_sparse,
+    npu_sparse_lightning_indexer_grad_kl_loss,
+)
 from ._version import __version__  # noqa: E402
 from .attention import attention, npu_fused_attention  # noqa: E402
 from .compression import compressor, entry_positions, npu_compressor  # noqa: E402
@@ -49,10 +54,6 @@ from .dispatch.errors import BackendUnavailable, NotSupported  # noqa: E402
 from .gated_norm import npu_gated_rms_norm  # noqa: E402
 from .graph_mode import warmup  # noqa: E402
 from .hyper_connections import npu_hc_post, npu_hc_post_pre, npu_hc_pre  # noqa: E402
-from .indexer_loss import (  # noqa: E402
-    compute_index_loss_sparse,
-    npu_sparse_lightning_indexer_grad_kl_loss,
-)
 from .merging import (  # noqa: E402
     localize_indices,
     merge_states,

@@ -249,6 +249,12 @@ NAMES: dict[str, Elsewhere] = {
     ),
 }
 
+# functions that are not named as the op that they call
+_WRAPPERS = {
+    "npu_indexer_loss": "compute_index_loss_sparse",
+    "npu_compressor_dense": "npu_compressor",
+}
+
 
 def where(name: str, public: Iterable[str]) -> str:
     """Where what is called `name` is, in one sentence; `public` are the names of `custom`."""
@@ -259,11 +265,10 @@ def where(name: str, public: Iterable[str]) -> str:
         return f"custom has no `{name}` ({found.of}). Use custom.{found.ours}: {found.differs}."
     if f"npu_{name}" in names:
         return f"custom has no `{name}`. Its name is custom.npu_{name}."
-    if name in BY_NAME:
-        short = name.removeprefix("npu_")
-        wrapper = {"npu_indexer_loss": "compute_index_loss_sparse"}.get(name, short)
+    if (op := name if name in BY_NAME else f"npu_{name}") in BY_NAME:
+        wrapper = _WRAPPERS.get(op, op.removeprefix("npu_"))
         instead = f"Use custom.{wrapper}, or" if wrapper in names else "Autograd calls it; it is"
-        return f"custom has no function `{name}`. {instead} torch.ops.custom.{name}."
+        return f"custom has no function `{name}`. {instead} torch.ops.custom.{op}."
     near = get_close_matches(name, NAMES, 1, 0.9) or get_close_matches(name, names)
     if not near:
         return f"custom has no `{name}`. custom.__all__ lists what there is."

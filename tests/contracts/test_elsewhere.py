@@ -5,15 +5,20 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 from custom.dispatch.registry import SPECS
 
 import custom
 from custom._elsewhere import NAMES
+
+ROOT = Path(__file__).parents[2]
 
 
 def said(name: str) -> str:
@@ -57,7 +62,10 @@ def test_an_op_without_a_function_says_how_it_is_called(name):
         ("fused_attention", "Its name is custom.npu_fused_attention."),
         ("npu_hadamard", "Use custom.hadamard, or torch.ops"),
         ("npu_indexer_loss", "Use custom.compute_index_loss_sparse, or torch.ops"),
+        ("indexer_loss", "Use custom.compute_index_loss_sparse, or torch.ops.custom.npu_indexer_"),
+        ("npu_compressor_dense", "Use custom.npu_compressor, or torch.ops"),
         ("npu_chunk_kda_grad", "Autograd calls it"),
+        ("chunk_kda_grad", "Autograd calls it; it is torch.ops.custom.npu_chunk_kda_grad."),
         ("npu_flash_attention", "Did you mean `npu_sparse_flash_attention` or `npu_fused_att"),
         ("flash_attn_varlen_fun", "Did you mean `flash_attn_varlen_func`"),
         ("zzz", "custom.__all__ lists what there is"),
@@ -65,6 +73,11 @@ def test_an_op_without_a_function_says_how_it_is_called(name):
 )
 def test_names_that_nearly_are(name, wanted):
     assert wanted in said(name)
+
+
+@pytest.mark.parametrize("name", [x.name.removeprefix("npu_") for x in SPECS])
+def test_no_file_hides_what_an_op_is_called(name):
+    assert not isinstance(getattr(custom, name, None), ModuleType)
 
 
 def test_python_asks_for_names_of_its_own():
@@ -79,3 +92,22 @@ print(custom.parallel.__name__, custom.integrations.__name__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == ["custom.parallel", "custom.integrations"], done.stderr
+
+
+def test_a_clone_has_the_modules_that_an_installation_has():
+    """Not setup.py, tests and the folder itself, which lie beside the package."""
+    code = """
+import pkgutil, sys, custom
+import custom.cuda_ops, custom.npu_ops, custom.graph_mode
+print(custom.dispatch.__file__)
+print(*(each.name for each in pkgutil.iter_modules(custom.__path__)))
+"""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    file, listed = done.stdout.splitlines()
+    assert file == str(ROOT / "dispatch" / "__init__.py")
+    assert not {"setup", "tests", "custom", "docs", "examples"} & {*listed.split()}
+    assert "bench" in listed.split()
