@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""What the decoding examples share: two ways to decode with a server of theirs, weights as
-checkpoints of 8 bits keep them, and the command line.
+"""What the decoding examples share: two ways to decode with a server of theirs, and weights as
+checkpoints of 8 bits keep them.
 
 A server has `forward(tokens, lengths)`: logits [B, S, V] of the last S tokens of requests that are
 `lengths` [B] long with them.
 """
 
-import argparse
-
 import torch
-from _agreement import EIGHT_BITS
-from _device import add_device, at_least
 
 
 def generate(server, first, lengths, new, bar):
@@ -64,35 +60,6 @@ def as_checkpoint(weight, kind):
     stands = (values.float() * scale[:, None, :, None]).flatten(2).flatten(0, 1)
     values = values.flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
     return dict(weight=values, weight_scale_inv=scale), stands[:rows, :columns]
-
-
-def options_of(doc):
-    """The command line of a decoding example, whose docstring begins with what it does."""
-    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    add_device(parser)
-    parser.add_argument(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        default="auto",
-        help="auto: bfloat16, and on a CPU float32 too",
-    )
-    parser.add_argument(
-        "--weight-format",
-        choices=["linear", "nz"],
-        help="the model's own, or FRACTAL_NZ copies; by device",
-    )
-    said = dict(weights="the attention's projections", caches="latents and index keys")
-    for name, what in said.items():
-        parser.add_argument(f"--{name}", choices=list(EIGHT_BITS), default="bf16", help=what)
-    parser.add_argument("--batch", type=at_least(1), default=24, metavar="N", help="requests")
-    parser.add_argument(
-        "--context", type=int, default=128, metavar="N", help="tokens of the longest request"
-    )
-    parser.add_argument("--new-tokens", type=int, default=24, metavar="N", help="of each request")
-    options = parser.parse_args()
-    if options.new_tokens < 2 or options.context < options.new_tokens + 24:
-        parser.error("--new-tokens starts at 2, --context at --new-tokens + 24")
-    return options
 
 
 def dtypes_of(options, device):

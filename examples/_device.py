@@ -1,55 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The --device option that every example takes, and which backend ran the ops."""
+"""The device that an example runs on, and which backend ran the ops."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
 
 import torch
+from _options import device_alone
 from custom.dispatch import log
-
-DEVICES = ["auto", "cpu", "cuda", "npu"]
-
-
-Number = TypeVar("Number", int, float)
-
-
-def at_least(least: Number) -> Callable[[str], Number]:
-    """The type of an option, that of `least`."""
-
-    def number(text: str) -> Number:
-        value = type(least)(text)
-        if not value >= least:  # so that NaN is refused too
-            raise argparse.ArgumentTypeError(f"{value}, expected {least} or more")
-        return value
-
-    return number
-
-
-def fraction(text: str) -> float:
-    """The type of an option."""
-    if not 0 < (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{value}, expected more than 0, and at most 1")
-    return value
-
-
-def in_a_folder(text: str) -> Path:
-    """The type of an option: a file that can be written when all is done."""
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
-    return path
-
-
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """The option, for `choose_device`."""
-    said = "auto: an NPU, else a GPU, else the CPU"
-    parser.add_argument("--device", choices=DEVICES, default="auto", help=said)
 
 
 def choose_device(name: str) -> str:
@@ -66,9 +25,7 @@ def choose_device(name: str) -> str:
 
 def device_and_dtype(description: str | None) -> tuple[torch.device, torch.dtype]:
     """The chosen device; float32 on a CPU, else bfloat16."""
-    parser = argparse.ArgumentParser(description=description)
-    add_device(parser)
-    name = choose_device(parser.parse_args().device)
+    name = choose_device(device_alone(description).device)
     return torch.device(name), torch.float32 if name == "cpu" else torch.bfloat16
 
 

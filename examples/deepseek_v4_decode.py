@@ -18,6 +18,11 @@ alone are of 8 bits.
 `Server` is the part to take home.
 """
 
+from _options import decoding
+
+if __name__ == "__main__":  # what is wrong is said before the imports, which take seconds
+    decoding(__doc__)
+
 import copy
 import time
 from functools import partial
@@ -25,7 +30,7 @@ from typing import Any
 
 import torch
 from _agreement import EIGHT_BITS, check
-from _decoding import as_checkpoint, dtypes_of, generate, options_of, verify_drafts
+from _decoding import as_checkpoint, dtypes_of, generate, verify_drafts
 from _device import choose_device, print_backends
 from _text import make_prompts, make_tokenizer
 from custom.graph_mode import Replayed
@@ -271,7 +276,7 @@ def run(model, tokenizer, options):
 
 
 def main():
-    options = options_of(__doc__)
+    options = decoding(__doc__)
     device = choose_device(options.device)
     if device == "cpu":
         torch.set_num_threads(1)  # in matrices this small threads mostly wait for each other

@@ -10,7 +10,11 @@ heads dealt out and whole caches everywhere, and context parallel besides, with 
 request dealt out too. gloo on CPUs, NCCL on GPUs.
 """
 
-import argparse
+from _options import parallel as options_of
+
+if __name__ == "__main__":  # what is wrong is said before the imports, which take seconds
+    options_of(__doc__)
+
 import datetime
 import os
 import sys
@@ -19,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _agreement import check
-from _device import at_least, print_backends
+from _device import print_backends
 
 import custom
 from custom import parallel
@@ -186,12 +190,7 @@ def decode(decoder, prompts, lengths, tokens):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda", "npu"], default="cpu", help="of each rank"
-    )
-    parser.add_argument("--new-tokens", type=at_least(1), default=12, help="of each request")
-    options = parser.parse_args()
+    options = options_of(__doc__)
     if not dist.is_torchelastic_launched():
         sys.exit(
             "parallel_decode: expected to be run by torchrun, as the first lines of this file say"

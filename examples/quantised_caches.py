@@ -7,12 +7,16 @@ Recall is the share of the positions selected from bf16 keys that are selected f
 ones too; drift is the difference of the logits, relative to them.
 """
 
-import argparse
+from _options import plotted
+
+if __name__ == "__main__":  # what is wrong is said before the imports, which take seconds
+    plotted(__doc__)
+
 from pathlib import Path
 from typing import Any
 
 import torch
-from _device import add_device, choose_device, in_a_folder
+from _device import choose_device
 from torch import nn
 from torch.nn import functional as F
 
@@ -239,12 +243,7 @@ def plot(path, found, title):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_device(parser)
-    parser.add_argument(
-        "--plot", type=in_a_folder, metavar="FILE", help="draw recall and drift there"
-    )
-    options = parser.parse_args()
+    options = plotted(__doc__)
     device = choose_device(options.device)
     model = trained(device)
     each = [compared(model, device) for _ in range(BATCHES)]

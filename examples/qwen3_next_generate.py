@@ -20,14 +20,18 @@ With `--drafts` a request is decoded once more, several tokens a step: drafts ar
 pass, and what is refused is taken back from the states.
 """
 
-import argparse
+from _options import generating
+
+if __name__ == "__main__":  # what is wrong is said before the imports, which take seconds
+    generating(__doc__)
+
 import time
 from functools import partial
 from typing import Any
 
 import torch
 from _agreement import check
-from _device import add_device, at_least, choose_device, print_backends
+from _device import choose_device, print_backends
 from _text import make_prompts, make_tokenizer
 from transformers import (
     KimiLinearConfig,
@@ -183,27 +187,7 @@ def run(model, tokenizer, options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--model", choices=list(MODELS), default="qwen3-next", help="small, random weights"
-    )
-    add_device(parser)
-    parser.add_argument(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        default="auto",
-        help="auto: float32 and bfloat16 on a CPU, bfloat16 elsewhere",
-    )
-    parser.add_argument("--batch", type=at_least(1), default=8, help="requests")
-    parser.add_argument("--context", type=int, default=128, help="tokens of the longest request")
-    parser.add_argument("--new-tokens", type=at_least(1), default=24, help="of each text")
-    parser.add_argument(
-        "--drafts", type=at_least(0), default=3, help="tokens a step beyond one; 0: none"
-    )
-    options = parser.parse_args()
-    if options.context < options.new_tokens + 3:
-        parser.error("--context starts at --new-tokens + 3")
-
+    options = generating(__doc__)
     logging.set_verbosity_error()  # Transformers praises its own dependencies
     device = choose_device(options.device)
     tokenizer = make_tokenizer()

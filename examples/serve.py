@@ -16,7 +16,11 @@ An example, to be read: one process, no server. To serve, vLLM (docs/vllm.md) or
 (docs/sglang.md) with this package's plug-in.
 """
 
-import argparse
+from _options import serving
+
+if __name__ == "__main__":  # what is wrong is said before the imports, which take seconds
+    serving()
+
 import random
 import sys
 import time
@@ -26,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _device import add_device, at_least, choose_device, fraction, print_backends
+from _device import choose_device, print_backends
 from _glm5 import DraftHead, make_model
 from _text import make_tokenizer, read_prompts
 from torch import Tensor
@@ -446,42 +450,15 @@ def stops(model: Any, tokenizer: Any, texts: list[str]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    one = at_least(1)
-    parser.add_argument("prompts", nargs="?", help="a file, one prompt a line; - for stdin")
-    parser.add_argument("--model", metavar="PATH", help="GLM-5, DeepSeek-V3.2, V4; else random")
-    add_device(parser)
-    for name, kind, default, text in (
-        ("--rows", one, 8, "requests at the same time"),
-        ("--pages", one, 64, "pages of 16 positions, for all"),
-        ("--chunk", one, 32, "tokens of a prompt at once"),
-        ("--drafts", at_least(0), None, "drafted tokens a step (2, of --model 0)"),
-        ("--new-tokens", one, 32, "tokens of a request at most"),
-        ("--temperature", at_least(0.0), 0.0, "0: the likeliest token"),
-        ("--top-p", fraction, 1.0, "of the likeliest that reach it"),
-        ("--seed", int, 0, "of the sampling"),
-    ):
-        parser.add_argument(name, type=kind, default=default, metavar="N", help=text)
-    parser.add_argument(
-        "--stop", metavar="TEXT", action="append", default=[], help="one token, the end; repeat"
-    )
-    return parser.parse_args()
-
-
 def main() -> None:
     """Say what came, token by token."""
-    parser = argparse.ArgumentParser(
-        usage="serve.py [OPTIONS] [PROMPTS | -]",
-        description="Continuous batching with a GLM-5 or DeepSeek model, paged caches, drafts.",
-        epilog="An example. Engines: vLLM (docs/vllm.md), SGLang (docs/sglang.md).",
-    )
-    options = options_of(parser)
+    options = serving()
     try:
         prompts = read_prompts(options.prompts)
     except (OSError, UnicodeDecodeError) as error:
-        parser.error(f"{options.prompts}: {getattr(error, 'strerror', None) or 'is no text'}")
+        options.error(f"{options.prompts}: {getattr(error, 'strerror', None) or 'is no text'}")
     if not prompts:
-        parser.error(f"{options.prompts}: there is no prompt in it")
+        options.error(f"{options.prompts}: there is no prompt in it")
     device = choose_device(options.device)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     print("an example, no engine: docs/vllm.md serves by vLLM, docs/sglang.md by SGLang")
@@ -500,13 +477,13 @@ def main() -> None:
             made = ENGINES[model.config.model_type]
             engine = made(model, head, **sizes, sampling=sampling)
     except (OSError, ValueError) as error:
-        parser.error(str(error).splitlines()[0])
+        options.error(str(error).splitlines()[0])
     requests = []
     for number, prompt in enumerate(prompts):
         try:
             requests.append(engine.submit(tokenizer(prompt)["input_ids"], options.new_tokens))
         except ValueError as error:
-            parser.error(f"prompt {number}: {error}")
+            options.error(f"prompt {number}: {error}")
     show(engine, tokenizer, requests)
     print_backends()
 

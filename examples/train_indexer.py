@@ -6,10 +6,13 @@ First over all keys (dense warm-up), then over the keys that the indexer itself 
 layer learns through sparse attention.  Its recall of the attention's true top keys rises.
 """
 
-import argparse
+from _options import plotted
+
+if __name__ == "__main__":  # what is wrong is said before the imports, which take seconds
+    plotted(__doc__)
 
 import torch
-from _device import add_device, choose_device, in_a_folder
+from _device import choose_device
 from torch import nn
 
 import custom
@@ -145,12 +148,7 @@ def plot(path, losses, recalls, title):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_device(parser)
-    parser.add_argument(
-        "--plot", type=in_a_folder, metavar="FILE", help="draw loss and recall there"
-    )
-    options = parser.parse_args()
+    options = plotted(__doc__)
     name = choose_device(options.device)
     losses, recalls = train(name, torch.float32 if name == "cpu" else torch.bfloat16)
     if options.plot:

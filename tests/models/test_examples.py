@@ -74,6 +74,20 @@ def test_help_fits_a_terminal(script, monkeypatch, capsys):
         assert re.search(r"\S\s{2,}\S", option), f"{option} says nothing"
 
 
+@pytest.mark.parametrize(
+    "script", [x for x in [*SCRIPTS, *APART] if "def main(" in (ROOT / "examples" / x).read_text()]
+)
+def test_a_wrong_option_is_refused_before_slow_imports(script, monkeypatch, capsys):
+    for name in ("torch", "transformers", "tokenizers", "custom"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "_options", raising=False)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(sys, "argv", [script, "--none-such"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+    assert f"{script}: error: unrecognized arguments: --none-such" in capsys.readouterr().err
+
+
 def test_the_index_has_every_script_and_its_first_sentence():
     text = (ROOT / "examples" / "README.md").read_text()
     rows = dict(re.findall(r"^\| \[(\w+\.py)\]\(\1\) \| (.*) \|$", text, re.M))
