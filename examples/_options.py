@@ -132,14 +132,13 @@ def parallel(doc: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def serving() -> argparse.Namespace:
-    """Of serve.py; `error` says what is wrong with what an option names."""
+def serving() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """Of serve.py, with the parser, which says what is wrong with what an option names."""
     parser = argparse.ArgumentParser(
         usage="serve.py [OPTIONS] [PROMPTS | -]",
         description="Continuous batching with a GLM-5 or DeepSeek model, paged caches, drafts.",
         epilog="An example. Engines: vLLM (docs/vllm.md), SGLang (docs/sglang.md).",
     )
-    parser.set_defaults(error=parser.error)
     one = at_least(1)
     parser.add_argument("prompts", nargs="?", help="a file, one prompt a line; - for stdin")
     parser.add_argument("--model", metavar="PATH", help="GLM-5, DeepSeek-V3.2, V4; else random")
@@ -158,4 +157,4 @@ def serving() -> argparse.Namespace:
     parser.add_argument(
         "--stop", metavar="TEXT", action="append", default=[], help="one token, the end; repeat"
     )
-    return parser.parse_args()
+    return parser, parser.parse_args()

@@ -452,13 +452,13 @@ def stops(model: Any, tokenizer: Any, texts: list[str]) -> tuple[int, ...]:
 
 def main() -> None:
     """Say what came, token by token."""
-    options = serving()
+    parser, options = serving()
     try:
         prompts = read_prompts(options.prompts)
     except (OSError, UnicodeDecodeError) as error:
-        options.error(f"{options.prompts}: {getattr(error, 'strerror', None) or 'is no text'}")
+        parser.error(f"{options.prompts}: {getattr(error, 'strerror', None) or 'is no text'}")
     if not prompts:
-        options.error(f"{options.prompts}: there is no prompt in it")
+        parser.error(f"{options.prompts}: there is no prompt in it")
     device = choose_device(options.device)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     print("an example, no engine: docs/vllm.md serves by vLLM, docs/sglang.md by SGLang")
@@ -477,13 +477,13 @@ def main() -> None:
             made = ENGINES[model.config.model_type]
             engine = made(model, head, **sizes, sampling=sampling)
     except (OSError, ValueError) as error:
-        options.error(str(error).splitlines()[0])
+        parser.error(str(error).splitlines()[0])
     requests = []
     for number, prompt in enumerate(prompts):
         try:
             requests.append(engine.submit(tokenizer(prompt)["input_ids"], options.new_tokens))
         except ValueError as error:
-            options.error(f"prompt {number}: {error}")
+            parser.error(f"prompt {number}: {error}")
     show(engine, tokenizer, requests)
     print_backends()
 
