@@ -29,7 +29,9 @@ lint: $(VENV)/.ready
 	@rm -rf $(VENV)/typed && mkdir -p $(VENV)/typed/custom
 	@ln -s $(CURDIR)/custom/* $(CURDIR)/dispatch $(CURDIR)/graph_mode $(VENV)/typed/custom/
 	MYPYPATH=$(VENV)/typed:$(lastword $(sort $(wildcard tests/vllm/stubs/vllm-*))):$(wildcard tests/vllm/stubs/vllm_ascend-*):$(wildcard tests/vllm/stubs/sglang-*) $(BIN)/mypy -p custom
-	cd examples && MYPYPATH=../$(VENV)/typed ../$(BIN)/mypy --config-file= --ignore-missing-imports --follow-imports silent *.py
+	@# the examples, and the first lines of README
+	sed -n '/^```python/,/^```$$/{/^```/d;p};/^## /q' README.md > $(VENV)/typed/readme.py
+	cd examples && MYPYPATH=../$(VENV)/typed ../$(BIN)/mypy --config-file= --ignore-missing-imports --follow-imports silent *.py ../$(VENV)/typed/readme.py
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
