@@ -13,14 +13,14 @@ again from the root; the steps that are not on its way are made without decay an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry, tune
+from ..common import cores, tune, tuples
 from ..common.lengths import latest, left
 
 _STATE = 8192  # elements of a part of the state; UB holds it and four of what is made of it
@@ -101,14 +101,63 @@ def _parent(parents, t, columns):
     return tl.where((t < columns) & (parent >= 0) & (parent < t), parent, -1).to(tl.int32)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "softplus_beta", "softplus_threshold", "lower_bound", "scale", "sequences", "length",
-        "tokens", "slots", "rows", "steps", "columns", "q_batch", "q_token", "q_head", "k_batch",
-        "k_token", "k_head", "v_batch", "v_token", "v_head", "a_batch", "a_token", "a_head",
-        "b_batch", "b_token", "slot_size", "row_size", "step_size",
-    ]
-)  # fmt: skip
+class Gate(NamedTuple):
+    softplus_beta: float
+    softplus_threshold: float
+    lower_bound: float
+
+
+class Sizes(NamedTuple):
+    sequences: int
+    length: int  # of each sequence, if they are as long
+    tokens: int  # of a packed row
+    slots: int  # of the pool
+    rows: int  # of the cache
+    steps: int  # that a row of the cache keeps
+    columns: int  # of the parents
+
+
+class Tokens(NamedTuple):
+    """Strides."""
+
+    batch: int
+    token: int
+
+
+class Heads(NamedTuple):
+    """Strides."""
+
+    batch: int
+    token: int
+    head: int
+
+
+class Apart(NamedTuple):
+    """Strides of the states."""
+
+    slot: int
+    row: int
+    step: int
+
+
+class Constants(NamedTuple):
+    HEADS: tl.constexpr
+    VALUE_HEADS: tl.constexpr
+    KEY: tl.constexpr
+    VALUE: tl.constexpr
+    VALUE_FIRST: tl.constexpr  # a state is [V, K], not [K, V]
+    KDA: tl.constexpr  # a decay a key channel
+    NORM: tl.constexpr  # of queries and keys
+    BOUNDED: tl.constexpr  # the decay has a lower bound
+    VARLEN: tl.constexpr  # sequences are packed in a row
+    GIVEN: tl.constexpr  # decays and betas are given, and a token has a slot
+    ACCEPTED: tl.constexpr  # and says from which token a sequence goes on
+    STORE: tl.constexpr  # the last state goes to the sequence's slot
+    KEEP: tl.constexpr  # the state behind each step is kept
+    TREE: tl.constexpr  # a step names the one that it follows from
+
+
+@tuples.jit(do_not_specialize=["scale"])
 def update(
     A_log,
     a,
@@ -125,116 +174,86 @@ def update(
     row_of,
     parents,
     out,
-    softplus_beta,
-    softplus_threshold,
-    lower_bound,
+    gate: Gate,
     scale,
-    sequences,
-    length,
-    tokens,
-    slots,
-    rows,
-    steps,
-    columns,
-    q_batch,
-    q_token,
-    q_head,
-    k_batch,
-    k_token,
-    k_head,
-    v_batch,
-    v_token,
-    v_head,
-    a_batch,
-    a_token,
-    a_head,
-    b_batch,
-    b_token,
-    slot_size,
-    row_size,
-    step_size,
-    HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    VALUE_FIRST: tl.constexpr,
-    KDA: tl.constexpr,
-    NORM: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    VARLEN: tl.constexpr,
-    GIVEN: tl.constexpr,
-    ACCEPTED: tl.constexpr,
-    STORE: tl.constexpr,
-    KEEP: tl.constexpr,
-    TREE: tl.constexpr,
+    sizes: Sizes,
+    q_apart: Heads,
+    k_apart: Heads,
+    v_apart: Heads,
+    a_apart: Heads,
+    b_apart: Tokens,
+    apart: Apart,
+    C: Constants,
     VALUE_TILE: tl.constexpr,
 ):
     """q, k [.., H, K]  v, out [.., HV, V]  a [.., HV, 1 or K]  b [.., HV]; see the launcher."""
-    TILES: tl.constexpr = VALUE // VALUE_TILE
-    d = tl.arange(0, KEY)
+    TILES: tl.constexpr = C.VALUE // VALUE_TILE
+    d = tl.arange(0, C.KEY)
     c = tl.arange(0, VALUE_TILE)
     one = tl.zeros((1,), tl.int32)  # a scalar of the vector unit
     start = 0
     seen = 0
-    for work in range(tl.program_id(0), sequences * (VALUE_HEADS * TILES), tl.num_programs(0)):
-        n = work // (VALUE_HEADS * TILES)
-        head = work // TILES % VALUE_HEADS
+    for work in range(
+        tl.program_id(0), sizes.sequences * (C.VALUE_HEADS * TILES), tl.num_programs(0)
+    ):
+        n = work // (C.VALUE_HEADS * TILES)
+        head = work // TILES % C.VALUE_HEADS
         first = work % TILES * VALUE_TILE
-        key_head = head // (VALUE_HEADS // HEADS)
-        if VARLEN:
+        key_head = head // (C.VALUE_HEADS // C.HEADS)
+        if C.VARLEN:
             batch = n * 0
-            start = latest(starts, n, seen, start, tokens)
+            start = latest(starts, n, seen, start, sizes.tokens)
             seen = n + 1
-            end = start + left(starts, n, start, tokens)
+            end = start + left(starts, n, start, sizes.tokens)
         else:
             batch = n
-            end = length
+            end = sizes.length
         batch = batch.to(tl.int64)
-        if GIVEN:
+        if C.GIVEN:
             last = start
-            if ACCEPTED:
+            if C.ACCEPTED:
                 # before it is cast: what does not fit 32 bits wraps
                 kept_tokens = tl.minimum(tl.maximum(tl.load(accepted + n), 1), end - start)
                 last = start + tl.maximum(kept_tokens, 1).to(tl.int32) - 1
-            slot = tl.load(slot_of + tl.minimum(last, tokens - 1)).to(tl.int64)
+            slot = tl.load(slot_of + tl.minimum(last, sizes.tokens - 1)).to(tl.int64)
         else:
             slot = tl.load(slot_of + n).to(tl.int64)
-        there = (slot >= 0) & (slot < slots)
-        in_pool = pool + tl.where(there, slot, 0) * slot_size
-        if VALUE_FIRST:
-            part = head * (KEY * VALUE) + (first + c)[:, None] * KEY + d[None]
+        there = (slot >= 0) & (slot < sizes.slots)
+        in_pool = pool + tl.where(there, slot, 0) * apart.slot
+        if C.VALUE_FIRST:
+            part = head * (C.KEY * C.VALUE) + (first + c)[:, None] * C.KEY + d[None]
             at = c
             count = VALUE_TILE
         else:
-            part = head * (KEY * VALUE) + d[:, None] * VALUE + first + c[None]
+            part = head * (C.KEY * C.VALUE) + d[:, None] * C.VALUE + first + c[None]
             at = d
-            count = KEY
+            count = C.KEY
         loaded = (at < tl.where(there, count, 0))[:, None]
         state = tl.load(in_pool + part, mask=loaded, other=0.0).to(tl.float32)
-        if GIVEN:
+        if C.GIVEN:
             rate = one.to(tl.float32)
             bias = one.to(tl.float32)
         else:
             rate = -tl.exp(tl.load(A_log + head + one).to(tl.float32))
-        if GIVEN:
+        if C.GIVEN:
             pass
-        elif KDA:
-            bias = tl.load(dt_bias + head * KEY + d).to(tl.float32)
+        elif C.KDA:
+            bias = tl.load(dt_bias + head * C.KEY + d).to(tl.float32)
         else:
             bias = tl.load(dt_bias + head + one).to(tl.float32)
-        if KEEP:
+        if C.KEEP:
             row = tl.load(row_of + n).to(tl.int64)
-            kept = (row >= 0) & (row < rows)
-            in_cache = cache + tl.where(kept, row, 0) * row_size
-        of_a = a + batch * a_batch + head.to(tl.int64) * a_head
-        of_b = b + batch * b_batch + head
-        of_q = q + batch * q_batch + key_head.to(tl.int64) * q_head
-        of_k = k + batch * k_batch + key_head.to(tl.int64) * k_head
-        of_v = v + batch * v_batch + head.to(tl.int64) * v_head + first
+            kept = (row >= 0) & (row < sizes.rows)
+            in_cache = cache + tl.where(kept, row, 0) * apart.row
+        of_a = a + batch * a_apart.batch + head.to(tl.int64) * a_apart.head
+        of_b = b + batch * b_apart.batch + head
+        of_q = q + batch * q_apart.batch + key_head.to(tl.int64) * q_apart.head
+        of_k = k + batch * k_apart.batch + key_head.to(tl.int64) * k_apart.head
+        of_v = v + batch * v_apart.batch + head.to(tl.int64) * v_apart.head + first
         for t in range(start, end):
             step = t - start
-            if TREE:
-                target = _parent(parents + n * columns, step, columns)
+            if C.TREE:
+                target = _parent(parents + n * sizes.columns, step, sizes.columns)
                 again = target != step - 1
                 way = (step * 0).to(tl.int64)
                 one_bit = way + 1
@@ -242,7 +261,7 @@ def update(
                     earlier = step - 1 - back
                     on = earlier == target
                     way = tl.where(on, way | (one_bit << earlier.to(tl.int64)), way)
-                    above = _parent(parents + n * columns, earlier, columns)
+                    above = _parent(parents + n * sizes.columns, earlier, sizes.columns)
                     target = tl.where(on, above, target)
                 for _ in range(0, tl.where(again, 1, 0)):
                     state = tl.load(in_pool + part, mask=loaded, other=0.0).to(tl.float32)
@@ -251,71 +270,67 @@ def update(
                     # a factor: not every build of the compiler selects one element by a scalar
                     on = ((way >> earlier.to(tl.int64)) & 1).to(tl.float32)
                     decay, beta = _gates(
-                        of_a + past * a_token,
-                        of_b + past * b_token,
+                        of_a + past * a_apart.token,
+                        of_b + past * b_apart.token,
                         rate,
                         bias,
-                        softplus_beta,
-                        softplus_threshold,
-                        lower_bound,
+                        *gate,
                         one,
                         d,
-                        KDA,
-                        BOUNDED,
-                        GIVEN,
+                        C.KDA,
+                        C.BOUNDED,
+                        C.GIVEN,
                     )
                     state = _update(
                         state,
-                        _row(of_k + past * k_token, d, NORM),
-                        tl.load(of_v + past * v_token + c).to(tl.float32),
+                        _row(of_k + past * k_apart.token, d, C.NORM),
+                        tl.load(of_v + past * v_apart.token + c).to(tl.float32),
                         decay * on + (1.0 - on),
                         beta * on,
-                        VALUE_FIRST,
+                        C.VALUE_FIRST,
                     )
             now = t.to(tl.int64)
             decay, beta = _gates(
-                of_a + now * a_token,
-                of_b + now * b_token,
+                of_a + now * a_apart.token,
+                of_b + now * b_apart.token,
                 rate,
                 bias,
-                softplus_beta,
-                softplus_threshold,
-                lower_bound,
+                *gate,
                 one,
                 d,
-                KDA,
-                BOUNDED,
-                GIVEN,
+                C.KDA,
+                C.BOUNDED,
+                C.GIVEN,
             )
-            q_t = _row(of_q + now * q_token, d, NORM) * scale
-            k_t = _row(of_k + now * k_token, d, NORM)
-            v_t = tl.load(of_v + now * v_token + c).to(tl.float32)
-            state = _update(state, k_t, v_t, decay, beta, VALUE_FIRST)
-            o = tl.sum(state * q_t[None], 1) if VALUE_FIRST else tl.sum(state * q_t[:, None], 0)
-            token = (batch * length + t) * VALUE_HEADS + head
-            tl.store(out + token * VALUE + first + c, o.to(out.dtype.element_ty))
-            if KEEP:
-                stored = (at < tl.where(kept & (step < steps), count, 0))[:, None]
-                to = in_cache + step.to(tl.int64) * step_size
+            q_t = _row(of_q + now * q_apart.token, d, C.NORM) * scale
+            k_t = _row(of_k + now * k_apart.token, d, C.NORM)
+            v_t = tl.load(of_v + now * v_apart.token + c).to(tl.float32)
+            state = _update(state, k_t, v_t, decay, beta, C.VALUE_FIRST)
+            o = tl.sum(state * q_t[None], 1) if C.VALUE_FIRST else tl.sum(state * q_t[:, None], 0)
+            token = (batch * sizes.length + t) * C.VALUE_HEADS + head
+            tl.store(out + token * C.VALUE + first + c, o.to(out.dtype.element_ty))
+            if C.KEEP:
+                stored = (at < tl.where(kept & (step < sizes.steps), count, 0))[:, None]
+                to = in_cache + step.to(tl.int64) * apart.step
                 tl.store(to + part, state.to(cache.dtype.element_ty), mask=stored)
-            if GIVEN:
+            if C.GIVEN:
                 own = tl.load(slot_of + t).to(tl.int64)
-                inside = (own >= 0) & (own < slots)
+                inside = (own >= 0) & (own < sizes.slots)
                 stored = (at < tl.where(inside, count, 0))[:, None]
-                to = pool + tl.where(inside, own, 0) * slot_size
+                to = pool + tl.where(inside, own, 0) * apart.slot
                 tl.store(to + part, state.to(pool.dtype.element_ty), mask=stored)
-        if STORE:
+        if C.STORE:
             stored = (at < tl.where(there & (end > start), count, 0))[:, None]
             tl.store(in_pool + part, state.to(pool.dtype.element_ty), mask=stored)
-        if VARLEN:
+        if C.VARLEN:
             # tokens of no sequence: behind all of them, and before the first one
             zero = tl.zeros((VALUE_TILE,), out.dtype.element_ty)
-            for t in range(tl.where(n == sequences - 1, end, tokens), tokens):
-                token = t.to(tl.int64) * VALUE_HEADS + head
-                tl.store(out + token * VALUE + first + c, zero)
+            for t in range(tl.where(n == sizes.sequences - 1, end, sizes.tokens), sizes.tokens):
+                token = t.to(tl.int64) * C.VALUE_HEADS + head
+                tl.store(out + token * C.VALUE + first + c, zero)
             for t in range(0, tl.where(n == 0, start, 0)):
-                token = t.to(tl.int64) * VALUE_HEADS + head
-                tl.store(out + token * VALUE + first + c, zero)
+                token = t.to(tl.int64) * C.VALUE_HEADS + head
+                tl.store(out + token * C.VALUE + first + c, zero)
 
 
 def _tile(key_size: int, value_size: int) -> tune.Config | None:

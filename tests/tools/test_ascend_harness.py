@@ -742,7 +742,7 @@ ENTRIES = [
     for file, tree in LAUNCHERS.items()
     for node in tree.body
     if isinstance(node, ast.FunctionDef)
-    and any(ast.unparse(x).startswith("entry.jit") for x in node.decorator_list)
+    and any(ast.unparse(x).startswith(("entry.jit", "tuples.jit")) for x in node.decorator_list)
 ]
 
 

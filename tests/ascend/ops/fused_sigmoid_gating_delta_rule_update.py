@@ -232,15 +232,15 @@ CONTROLS = (
     Control(
         "the slot past the last is there",
         KERNEL,
-        "(slot >= 0) & (slot < slots)",
-        "(slot >= 0) & (slot <= slots)",
+        "(slot >= 0) & (slot < sizes.slots)",
+        "(slot >= 0) & (slot <= sizes.slots)",
         "decode, the slot past the last",
     ),
     Control(
         "the row past the last is kept",
         KERNEL,
-        "(row >= 0) & (row < rows)",
-        "(row >= 0) & (row <= rows)",
+        "(row >= 0) & (row < sizes.rows)",
+        "(row >= 0) & (row <= sizes.rows)",
         "verification, the row past the last",
     ),
     Control(
@@ -274,8 +274,8 @@ CONTROLS = (
     Control(
         "a head's offset that wraps",
         KERNEL,
-        "head.to(tl.int64) * v_head",
-        "head * v_head",
+        "head.to(tl.int64) * v_apart.head",
+        "head * v_apart.head",
         "value heads 2**30 numbers apart",
     ),
     Control(
@@ -319,8 +319,8 @@ CONTROLS = (
     Control(
         "the tail of a packed row left alone",
         KERNEL,
-        "tl.where(n == sequences - 1, end, tokens)",
-        "tl.where(n == sequences - 1, tokens, tokens)",
+        "tl.where(n == sizes.sequences - 1, end, sizes.tokens)",
+        "tl.where(n == sizes.sequences - 1, sizes.tokens, sizes.tokens)",
         "varlen",
     ),
     Control(
