@@ -19,7 +19,7 @@ the numbers of the rows are a product.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry, tiling, tune
+from ..common import cores, entry, tiling, tune, tuples
 from ..common.lengths import within
 
 WIDEST = 256  # head sizes, of which the tiles of the last configuration fit
@@ -204,12 +204,13 @@ def product_of(numbers, ROWS: tl.constexpr):
     return tl.dot(each, one)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "sequences", "heads", "group", "tokens_q", "tokens_k", "below", "window", "scale",
-        "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row",
-    ]
-)  # fmt: skip
+class Strides(NamedTuple):
+    batch: int
+    head: int
+    row: int
+
+
+@tuples.jit(["sequences", "heads", "group", "tokens_q", "tokens_k", "below", "window", "scale"])
 def attend(
     q,
     k,
@@ -227,15 +228,9 @@ def attend(
     below,
     window,
     scale,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
+    q_stride: Strides,
+    k_stride: Strides,
+    v_stride: Strides,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -279,11 +274,11 @@ def attend(
                 first = tl.minimum(first, count_q - Q_TILE)
             key_head = head // group
             left = count_q - first
-            of_q = q + batch * q_batch + head.to(tl.int64) * q_head
-            of_k = k + batch * k_batch + key_head.to(tl.int64) * k_head
-            of_v = v + batch * v_batch + key_head.to(tl.int64) * v_head
+            of_q = q + batch * q_stride.batch + head.to(tl.int64) * q_stride.head
+            of_k = k + batch * k_stride.batch + key_head.to(tl.int64) * k_stride.head
+            of_v = v + batch * v_stride.batch + key_head.to(tl.int64) * v_stride.head
             rows = (start_q + first + i).to(tl.int64)
-            at_q = of_q + rows[:, None] * q_row + d[None]
+            at_q = of_q + rows[:, None] * q_stride.row + d[None]
             if WHOLE:
                 q_tile = tl.load(at_q)
             else:
@@ -311,8 +306,8 @@ def attend(
                         total,
                         acc,
                         scale,
-                        k_row,
-                        v_row,
+                        k_stride.row,
+                        v_stride.row,
                         DIM,
                         VALUE_DIM,
                         KEY_TILE,
@@ -337,8 +332,8 @@ def attend(
                     total,
                     acc,
                     scale,
-                    k_row,
-                    v_row,
+                    k_stride.row,
+                    v_stride.row,
                     DIM,
                     VALUE_DIM,
                     KEY_TILE,
@@ -375,9 +370,9 @@ def unsupported(q: Tensor, v: Tensor, **_: Any) -> str | None:
     return None
 
 
-def strides(x: Tensor) -> tuple[int, ...]:
-    """(batch, head, row) of [B, H, N, D] or [T, H, D]."""
-    return x.stride()[:3] if x.ndim == 4 else (0, x.stride(1), x.stride(0))
+def strides(x: Tensor) -> Strides:
+    """Of [B, H, N, D] or [T, H, D]."""
+    return Strides(*x.stride()[:3]) if x.ndim == 4 else Strides(0, x.stride(1), x.stride(0))
 
 
 def config(kernel: str, *sizes: int, **flags: bool) -> tune.Config:

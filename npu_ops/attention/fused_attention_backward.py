@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry, tune
+from ..common import cores, tune, tuples
 from . import fused_attention
-from .fused_attention import FARTHEST, config, in_turn, keys_of, piece_of, strides
+from .fused_attention import FARTHEST, Strides, config, in_turn, keys_of, piece_of, strides
 
 unsupported = fused_attention.unsupported
 
@@ -33,11 +33,7 @@ def within_tile(bound, start, KEY_TILE: tl.constexpr):
     return tl.minimum(tl.maximum(bound - start, 0), KEY_TILE).to(tl.float32)[:, None]
 
 
-@entry.jit(
-    do_not_specialize=[
-        "batches", "heads", "tokens", "g_batch", "g_head", "g_row", "o_batch", "o_head", "o_row",
-    ]
-)  # fmt: skip
+@tuples.jit(["batches", "heads", "tokens"])
 def row_sums(
     grad_o,
     o,
@@ -48,12 +44,8 @@ def row_sums(
     batches,
     heads,
     tokens,
-    g_batch,
-    g_head,
-    g_row,
-    o_batch,
-    o_head,
-    o_row,
+    g_stride: Strides,
+    o_stride: Strides,
     VALUE_DIM: tl.constexpr,
     VARLEN: tl.constexpr,
     GRAD_LSE: tl.constexpr,
@@ -71,12 +63,20 @@ def row_sums(
         there = i < tokens - first
         rows = (first + i).to(tl.int64)
         g = tl.load(
-            grad_o + batch * g_batch + head * g_head + rows[:, None] * g_row + e[None],
+            grad_o
+            + batch * g_stride.batch
+            + head * g_stride.head
+            + rows[:, None] * g_stride.row
+            + e[None],
             mask=there[:, None],
             other=0.0,
         )
         x = tl.load(
-            o + batch * o_batch + head * o_head + rows[:, None] * o_row + e[None],
+            o
+            + batch * o_stride.batch
+            + head * o_stride.head
+            + rows[:, None] * o_stride.row
+            + e[None],
             mask=there[:, None],
             other=0.0,
         )
@@ -93,13 +93,7 @@ def row_sums(
         tl.store(sums + to, tl.where(known > float("-inf"), known, float("inf")), mask=there)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "sequences", "heads", "key_heads", "tokens_q", "tokens_k", "window", "scale", "q_batch",
-        "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "g_batch",
-        "g_head", "g_row",
-    ]
-)  # fmt: skip
+@tuples.jit(["sequences", "heads", "key_heads", "tokens_q", "tokens_k", "window", "scale"])
 def grad_keys(
     grad_o,
     q,
@@ -118,18 +112,10 @@ def grad_keys(
     tokens_k,
     window,
     scale,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    g_batch,
-    g_head,
-    g_row,
+    q_stride: Strides,
+    k_stride: Strides,
+    v_stride: Strides,
+    g_stride: Strides,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -164,10 +150,10 @@ def grad_keys(
             first = in_turn(work % tiles, key_head, tiles, CAUSAL) * KEY_TILE
             there = (j < count_k - first)[:, None]
             keys = (start_k + first + j).to(tl.int64)
-            of_k = k + batch * k_batch + key_head.to(tl.int64) * k_head
-            of_v = v + batch * v_batch + key_head.to(tl.int64) * v_head
-            k_tile = tl.load(of_k + keys[:, None] * k_row + d[None], mask=there, other=0.0)
-            v_tile = tl.load(of_v + keys[:, None] * v_row + e[None], mask=there, other=0.0)
+            of_k = k + batch * k_stride.batch + key_head.to(tl.int64) * k_stride.head
+            of_v = v + batch * v_stride.batch + key_head.to(tl.int64) * v_stride.head
+            k_tile = tl.load(of_k + keys[:, None] * k_stride.row + d[None], mask=there, other=0.0)
+            v_tile = tl.load(of_v + keys[:, None] * v_stride.row + e[None], mask=there, other=0.0)
             acc_k = tl.zeros((KEY_TILE, DIM), tl.float32)
             acc_v = tl.zeros((KEY_TILE, VALUE_DIM), tl.float32)
             begin = 0
@@ -184,14 +170,14 @@ def grad_keys(
                 start = begin + step % steps * Q_TILE
                 known = i < count_q - start
                 rows = (start_q + start + i).to(tl.int64)
-                of_q = q + batch * q_batch + head.to(tl.int64) * q_head
-                of_g = grad_o + batch * g_batch + head.to(tl.int64) * g_head
+                of_q = q + batch * q_stride.batch + head.to(tl.int64) * q_stride.head
+                of_g = grad_o + batch * g_stride.batch + head.to(tl.int64) * g_stride.head
                 of_row = (batch * heads + head) * tokens_q + rows
                 q_tile = tl.load(
-                    of_q + rows[:, None] * q_row + d[None], mask=known[:, None], other=0.0
+                    of_q + rows[:, None] * q_stride.row + d[None], mask=known[:, None], other=0.0
                 )
                 g_tile = tl.load(
-                    of_g + rows[:, None] * g_row + e[None], mask=known[:, None], other=0.0
+                    of_g + rows[:, None] * g_stride.row + e[None], mask=known[:, None], other=0.0
                 )
                 lse = tl.load(sums + of_row, mask=known, other=float("inf"))
                 of_delta = tl.load(delta + of_row, mask=known, other=0.0)
@@ -261,13 +247,7 @@ def _along_keys(
     return tl.dot(ds.to(k_tile.dtype), k_tile, acc)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "sequences", "heads", "key_heads", "tokens_q", "tokens_k", "window", "scale", "q_batch",
-        "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "g_batch",
-        "g_head", "g_row",
-    ]
-)  # fmt: skip
+@tuples.jit(["sequences", "heads", "key_heads", "tokens_q", "tokens_k", "window", "scale"])
 def grad_query(
     grad_o,
     q,
@@ -285,18 +265,10 @@ def grad_query(
     tokens_k,
     window,
     scale,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    g_batch,
-    g_head,
-    g_row,
+    q_stride: Strides,
+    k_stride: Strides,
+    v_stride: Strides,
+    g_stride: Strides,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -330,13 +302,17 @@ def grad_query(
             left = count_q - first
             known = i < left
             rows = (start_q + first + i).to(tl.int64)
-            of_q = q + batch * q_batch + head.to(tl.int64) * q_head
-            of_g = grad_o + batch * g_batch + head.to(tl.int64) * g_head
-            of_k = k + batch * k_batch + key_head.to(tl.int64) * k_head
-            of_v = v + batch * v_batch + key_head.to(tl.int64) * v_head
+            of_q = q + batch * q_stride.batch + head.to(tl.int64) * q_stride.head
+            of_g = grad_o + batch * g_stride.batch + head.to(tl.int64) * g_stride.head
+            of_k = k + batch * k_stride.batch + key_head.to(tl.int64) * k_stride.head
+            of_v = v + batch * v_stride.batch + key_head.to(tl.int64) * v_stride.head
             of_row = (batch * heads + head) * tokens_q + rows
-            q_tile = tl.load(of_q + rows[:, None] * q_row + d[None], mask=known[:, None], other=0.0)
-            g_tile = tl.load(of_g + rows[:, None] * g_row + e[None], mask=known[:, None], other=0.0)
+            q_tile = tl.load(
+                of_q + rows[:, None] * q_stride.row + d[None], mask=known[:, None], other=0.0
+            )
+            g_tile = tl.load(
+                of_g + rows[:, None] * g_stride.row + e[None], mask=known[:, None], other=0.0
+            )
             lse = tl.load(sums + of_row, mask=known, other=float("inf"))
             of_delta = tl.load(delta + of_row, mask=known, other=0.0)
             shared, end = keys_of(
@@ -369,8 +345,8 @@ def grad_query(
                         of_delta,
                         acc,
                         scale,
-                        k_row,
-                        v_row,
+                        k_stride.row,
+                        v_stride.row,
                         DIM,
                         VALUE_DIM,
                         KEY_TILE,
@@ -394,8 +370,8 @@ def grad_query(
                     of_delta,
                     acc,
                     scale,
-                    k_row,
-                    v_row,
+                    k_stride.row,
+                    v_stride.row,
                     DIM,
                     VALUE_DIM,
                     KEY_TILE,

@@ -132,8 +132,8 @@ class Heads(NamedTuple):
     head: int
 
 
-class Apart(NamedTuple):
-    """Strides of the states."""
+class States(NamedTuple):
+    """Strides."""
 
     slot: int
     row: int
@@ -177,12 +177,12 @@ def update(
     gate: Gate,
     scale,
     sizes: Sizes,
-    q_apart: Heads,
-    k_apart: Heads,
-    v_apart: Heads,
-    a_apart: Heads,
-    b_apart: Tokens,
-    apart: Apart,
+    q_stride: Heads,
+    k_stride: Heads,
+    v_stride: Heads,
+    a_stride: Heads,
+    b_stride: Tokens,
+    stride: States,
     C: Constants,
     VALUE_TILE: tl.constexpr,
 ):
@@ -219,7 +219,7 @@ def update(
         else:
             slot = tl.load(slot_of + n).to(tl.int64)
         there = (slot >= 0) & (slot < sizes.slots)
-        in_pool = pool + tl.where(there, slot, 0) * apart.slot
+        in_pool = pool + tl.where(there, slot, 0) * stride.slot
         if C.VALUE_FIRST:
             part = head * (C.KEY * C.VALUE) + (first + c)[:, None] * C.KEY + d[None]
             at = c
@@ -244,12 +244,12 @@ def update(
         if C.KEEP:
             row = tl.load(row_of + n).to(tl.int64)
             kept = (row >= 0) & (row < sizes.rows)
-            in_cache = cache + tl.where(kept, row, 0) * apart.row
-        of_a = a + batch * a_apart.batch + head.to(tl.int64) * a_apart.head
-        of_b = b + batch * b_apart.batch + head
-        of_q = q + batch * q_apart.batch + key_head.to(tl.int64) * q_apart.head
-        of_k = k + batch * k_apart.batch + key_head.to(tl.int64) * k_apart.head
-        of_v = v + batch * v_apart.batch + head.to(tl.int64) * v_apart.head + first
+            in_cache = cache + tl.where(kept, row, 0) * stride.row
+        of_a = a + batch * a_stride.batch + head.to(tl.int64) * a_stride.head
+        of_b = b + batch * b_stride.batch + head
+        of_q = q + batch * q_stride.batch + key_head.to(tl.int64) * q_stride.head
+        of_k = k + batch * k_stride.batch + key_head.to(tl.int64) * k_stride.head
+        of_v = v + batch * v_stride.batch + head.to(tl.int64) * v_stride.head + first
         for t in range(start, end):
             step = t - start
             if C.TREE:
@@ -270,8 +270,8 @@ def update(
                     # a factor: not every build of the compiler selects one element by a scalar
                     on = ((way >> earlier.to(tl.int64)) & 1).to(tl.float32)
                     decay, beta = _gates(
-                        of_a + past * a_apart.token,
-                        of_b + past * b_apart.token,
+                        of_a + past * a_stride.token,
+                        of_b + past * b_stride.token,
                         rate,
                         bias,
                         *gate,
@@ -283,16 +283,16 @@ def update(
                     )
                     state = _update(
                         state,
-                        _row(of_k + past * k_apart.token, d, C.NORM),
-                        tl.load(of_v + past * v_apart.token + c).to(tl.float32),
+                        _row(of_k + past * k_stride.token, d, C.NORM),
+                        tl.load(of_v + past * v_stride.token + c).to(tl.float32),
                         decay * on + (1.0 - on),
                         beta * on,
                         C.VALUE_FIRST,
                     )
             now = t.to(tl.int64)
             decay, beta = _gates(
-                of_a + now * a_apart.token,
-                of_b + now * b_apart.token,
+                of_a + now * a_stride.token,
+                of_b + now * b_stride.token,
                 rate,
                 bias,
                 *gate,
@@ -302,22 +302,22 @@ def update(
                 C.BOUNDED,
                 C.GIVEN,
             )
-            q_t = _row(of_q + now * q_apart.token, d, C.NORM) * scale
-            k_t = _row(of_k + now * k_apart.token, d, C.NORM)
-            v_t = tl.load(of_v + now * v_apart.token + c).to(tl.float32)
+            q_t = _row(of_q + now * q_stride.token, d, C.NORM) * scale
+            k_t = _row(of_k + now * k_stride.token, d, C.NORM)
+            v_t = tl.load(of_v + now * v_stride.token + c).to(tl.float32)
             state = _update(state, k_t, v_t, decay, beta, C.VALUE_FIRST)
             o = tl.sum(state * q_t[None], 1) if C.VALUE_FIRST else tl.sum(state * q_t[:, None], 0)
             token = (batch * sizes.length + t) * C.VALUE_HEADS + head
             tl.store(out + token * C.VALUE + first + c, o.to(out.dtype.element_ty))
             if C.KEEP:
                 stored = (at < tl.where(kept & (step < sizes.steps), count, 0))[:, None]
-                to = in_cache + step.to(tl.int64) * apart.step
+                to = in_cache + step.to(tl.int64) * stride.step
                 tl.store(to + part, state.to(cache.dtype.element_ty), mask=stored)
             if C.GIVEN:
                 own = tl.load(slot_of + t).to(tl.int64)
                 inside = (own >= 0) & (own < sizes.slots)
                 stored = (at < tl.where(inside, count, 0))[:, None]
-                to = pool + tl.where(inside, own, 0) * apart.slot
+                to = pool + tl.where(inside, own, 0) * stride.slot
                 tl.store(to + part, state.to(pool.dtype.element_ty), mask=stored)
         if C.STORE:
             stored = (at < tl.where(there & (end > start), count, 0))[:, None]

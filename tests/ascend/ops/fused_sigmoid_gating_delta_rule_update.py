@@ -274,8 +274,8 @@ CONTROLS = (
     Control(
         "a head's offset that wraps",
         KERNEL,
-        "head.to(tl.int64) * v_apart.head",
-        "head * v_apart.head",
+        "head.to(tl.int64) * v_stride.head",
+        "head * v_stride.head",
         "value heads 2**30 numbers apart",
     ),
     Control(
