@@ -36,7 +36,7 @@ to the first.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -44,7 +44,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry, tiling, tune
+from ..common import cores, entry, tiling, tune, tuples
 from ..common.front_end import extract_slice
 from . import chunk_kda
 from .chunk_kda import CHUNK, _here, _logarithm, _sequence, _touched
@@ -82,12 +82,27 @@ def _chunks(number, since, most):
     return tl.minimum(tl.maximum(tl.load(number) - since, 0), most)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "sequences", "length", "tokens", "since", "most", "came", "goes", "value_heads", "v_token",
-        "v_head",
-    ]
-)  # fmt: skip
+class Strides(NamedTuple):
+    token: int
+    head: int
+
+
+class Round(NamedTuple):
+    since: int  # the first chunk
+    most: int  # chunks
+    came: int  # the state or gradient that the round begins with
+    goes: int  # and the one that it leaves
+
+
+class Walk(NamedTuple):
+    KEY: tl.constexpr
+    VALUE: tl.constexpr
+    VARLEN: tl.constexpr  # sequences are packed in a row
+    INITIAL: tl.constexpr  # there are initial states
+    VALUE_FIRST: tl.constexpr  # a state is [V, K], not [K, V]
+
+
+@tuples.jit(["sequences", "length", "tokens", "value_heads"])
 def walk_states(
     keys,
     left,
@@ -106,65 +121,59 @@ def walk_states(
     sequences,
     length,
     tokens,
-    since,
-    most,
-    came,
-    goes,
+    here: Round,
     value_heads,
-    v_token,
-    v_head,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    VARLEN: tl.constexpr,
-    INITIAL: tl.constexpr,
-    VALUE_FIRST: tl.constexpr,
+    v_stride: Strides,
+    C: Walk,
     HELD: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ):
     """S [chunks, HV, V, K]; N and n [chunks, HV, 64, V].  HELD: the sequence that the round begins
     within has its state at `came` in `initial`; that which it ends within leaves it at `goes` in
     `held`, which is the same, all others behind the sequences."""
-    TILES: tl.constexpr = VALUE // VALUE_TILE
+    TILES: tl.constexpr = C.VALUE // VALUE_TILE
     i = tl.arange(0, CHUNK)
-    d = tl.arange(0, KEY)
+    d = tl.arange(0, C.KEY)
     c = tl.arange(0, VALUE_TILE)
     turn = tl.program_id(0)
     turns = tl.num_programs(0)
     end = 0
     before = 0
     for n in range(0, sequences):
-        start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
+        start, size = _sequence(bounds, n, end, length, tokens, C.VARLEN)
         chunks = (size + CHUNK - 1) // CHUNK
-        low, count = _here(before, chunks, since, most)
-        of_first = tl.where(low == 0, n, came)
-        of_last = tl.where(low + count == chunks, sequences, goes)
+        low, count = _here(before, chunks, here.since, here.most)
+        of_first = tl.where(low == 0, n, here.came)
+        of_last = tl.where(low + count == chunks, sequences, here.goes)
         works = tl.where(count > 0, value_heads * TILES, 0)
         for work in range(turn, works, turns):
             head = work // TILES
             column = work % TILES * VALUE_TILE + c
-            of_v = v + head.to(tl.int64) * v_head
+            of_v = v + head.to(tl.int64) * v_stride.head
             of_rate = rates + head.to(tl.int64) * tokens + start
-            whole = (of_first * value_heads + head).to(tl.int64) * (VALUE * KEY)
-            of_state = column[:, None] * KEY + d[None]
-            if INITIAL:
-                if VALUE_FIRST:
+            whole = (of_first * value_heads + head).to(tl.int64) * (C.VALUE * C.KEY)
+            of_state = column[:, None] * C.KEY + d[None]
+            if C.INITIAL:
+                if C.VALUE_FIRST:
                     state = tl.load(initial + whole + of_state).to(tl.float32)
                 else:
-                    other = whole + d[:, None] * VALUE + column[None]
+                    other = whole + d[:, None] * C.VALUE + column[None]
                     state = tl.trans(tl.load(initial + other).to(tl.float32))
             else:
-                state = tl.zeros((VALUE_TILE, KEY), tl.float32)
+                state = tl.zeros((VALUE_TILE, C.KEY), tl.float32)
             for chunk in range(low, low + count):
                 first = chunk * CHUNK
                 there = (i < size - first)[:, None]
                 token = (start + first + i).to(tl.int64)[:, None]
-                place = ((before + chunk - since) * value_heads + head).to(tl.int64)
-                rows = place * (CHUNK * KEY) + i[:, None] * KEY + d[None]
+                place = ((before + chunk - here.since) * value_heads + head).to(tl.int64)
+                rows = place * (CHUNK * C.KEY) + i[:, None] * C.KEY + d[None]
                 tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
-                v_tile = tl.load(of_v + token * v_token + column[None], mask=there, other=0.0)
+                v_tile = tl.load(
+                    of_v + token * v_stride.token + column[None], mask=there, other=0.0
+                )
                 rate = tl.load(of_rate + first + i, mask=i < size - first, other=0.0)
                 half = state.to(v_tile.dtype)
-                tl.store(states + place * (VALUE * KEY) + of_state, half)
+                tl.store(states + place * (C.VALUE * C.KEY) + of_state, half)
                 x = v_tile.to(tl.float32) - tl.dot(tl.load(keys + rows), tl.trans(half))
                 faster = (x * rate.to(tl.float32)[:, None]).to(v_tile.dtype)
                 u_tile = tl.trans(tl.load(solved + tile))
@@ -172,29 +181,24 @@ def walk_states(
                 n_tile = tl.dot(f_tile, faster, tl.dot(u_tile, faster)).to(v_tile.dtype)
                 a_tile = tl.trans(tl.load(alike + tile).to(v_tile.dtype))
                 m_tile = x - tl.dot(a_tile, n_tile)
-                to = place * (CHUNK * VALUE) + i[:, None] * VALUE + column[None]
+                to = place * (CHUNK * C.VALUE) + i[:, None] * C.VALUE + column[None]
                 tl.store(new + to, n_tile)
                 tl.store(own + to, m_tile.to(own.dtype.element_ty))
-                fade = tl.load(fades + place * KEY + d)
+                fade = tl.load(fades + place * C.KEY + d)
                 state = state * fade[None] + tl.dot(tl.trans(n_tile), tl.load(left + rows))
             if HELD:
-                whole = (of_last * value_heads + head).to(tl.int64) * (VALUE * KEY)
-                if VALUE_FIRST:
+                whole = (of_last * value_heads + head).to(tl.int64) * (C.VALUE * C.KEY)
+                if C.VALUE_FIRST:
                     tl.store(held + whole + of_state, state)
                 else:
-                    other = whole + d[:, None] * VALUE + column[None]
+                    other = whole + d[:, None] * C.VALUE + column[None]
                     tl.store(held + other, tl.trans(state))
         turn = ((turn - works) % turns + turns) % turns
         end = start + size
         before += chunks
 
 
-@entry.jit(
-    do_not_specialize=[
-        "sequences", "length", "tokens", "since", "most", "came", "goes", "value_heads", "o_token",
-        "o_head",
-    ]
-)  # fmt: skip
+@tuples.jit(["sequences", "length", "tokens", "value_heads"])
 def walk_grads(
     queries,
     keys,
@@ -215,82 +219,78 @@ def walk_grads(
     sequences,
     length,
     tokens,
-    since,
-    most,
-    came,
-    goes,
+    here: Round,
     value_heads,
-    o_token,
-    o_head,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    VARLEN: tl.constexpr,
+    o_stride: Strides,
+    C: Walk,
     FINAL: tl.constexpr,
-    INITIAL: tl.constexpr,
-    VALUE_FIRST: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ):
     """dv; E [chunks, HV, V, K]; R and -dv [chunks, HV, 64, V].  The sequence that the round ends
     within has its gradient at `came`, that which it begins within leaves it at `goes`."""
-    TILES: tl.constexpr = VALUE // VALUE_TILE
+    TILES: tl.constexpr = C.VALUE // VALUE_TILE
     i = tl.arange(0, CHUNK)
-    d = tl.arange(0, KEY)
+    d = tl.arange(0, C.KEY)
     c = tl.arange(0, VALUE_TILE)
     turn = tl.program_id(0)
     turns = tl.num_programs(0)
     end = 0
     before = 0
     for n in range(0, sequences):
-        start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
+        start, size = _sequence(bounds, n, end, length, tokens, C.VARLEN)
         chunks = (size + CHUNK - 1) // CHUNK
-        low, count = _here(before, chunks, since, most)
-        of_first = tl.where(low + count == chunks, n, came)
-        of_last = tl.where(low == 0, n, goes)
-        works = tl.where(_touched(before, chunks, count, since, most), value_heads * TILES, 0)
+        low, count = _here(before, chunks, here.since, here.most)
+        of_first = tl.where(low + count == chunks, n, here.came)
+        of_last = tl.where(low == 0, n, here.goes)
+        works = tl.where(
+            _touched(before, chunks, count, here.since, here.most), value_heads * TILES, 0
+        )
         for work in range(turn, works, turns):
             head = work // TILES
             column = work % TILES * VALUE_TILE + c
-            of_o = d_out + head.to(tl.int64) * o_head
+            of_o = d_out + head.to(tl.int64) * o_stride.head
             of_rate = rates + head.to(tl.int64) * tokens + start
-            whole = (of_first * value_heads + head).to(tl.int64) * (VALUE * KEY)
-            of_state = column[:, None] * KEY + d[None]
-            other = d[:, None] * VALUE + column[None]
+            whole = (of_first * value_heads + head).to(tl.int64) * (C.VALUE * C.KEY)
+            of_state = column[:, None] * C.KEY + d[None]
+            other = d[:, None] * C.VALUE + column[None]
             if FINAL:
-                if VALUE_FIRST:
+                if C.VALUE_FIRST:
                     grad = tl.load(d_final + whole + of_state).to(tl.float32)
                 else:
                     grad = tl.trans(tl.load(d_final + whole + other).to(tl.float32))
             else:
-                grad = tl.zeros((VALUE_TILE, KEY), tl.float32)
+                grad = tl.zeros((VALUE_TILE, C.KEY), tl.float32)
             for chunk in range(low + count - 1, low - 1, -1):
                 first = chunk * CHUNK
                 there = (i < size - first)[:, None]
                 token = (start + first + i).to(tl.int64)[:, None]
-                place = ((before + chunk - since) * value_heads + head).to(tl.int64)
-                rows = place * (CHUNK * KEY) + i[:, None] * KEY + d[None]
+                place = ((before + chunk - here.since) * value_heads + head).to(tl.int64)
+                rows = place * (CHUNK * C.KEY) + i[:, None] * C.KEY + d[None]
                 tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
-                o_tile = tl.load(of_o + token * o_token + column[None], mask=there, other=0.0)
+                o_tile = tl.load(
+                    of_o + token * o_stride.token + column[None], mask=there, other=0.0
+                )
                 rate = tl.load(of_rate + first + i, mask=i < size - first, other=0.0)
                 half = grad.to(o_tile.dtype)
-                tl.store(grads + place * (VALUE * KEY) + of_state, half)
+                tl.store(grads + place * (C.VALUE * C.KEY) + of_state, half)
                 dn = tl.dot(tl.load(left + rows), tl.trans(half))
                 dn += tl.dot(tl.load(seen + tile), o_tile)
                 dn = dn.to(o_tile.dtype)
                 r = tl.dot(tl.load(finer + tile), dn, tl.dot(tl.load(solved + tile), dn))
                 dv = r * rate.to(tl.float32)[:, None]
                 less = (-dv).to(o_tile.dtype)
-                to = d_value + (token * value_heads + head) * VALUE + column[None]
+                to = d_value + (token * value_heads + head) * C.VALUE + column[None]
                 tl.store(to, dv.to(d_value.dtype.element_ty), mask=there)
-                to = place * (CHUNK * VALUE) + i[:, None] * VALUE + column[None]
+                to = place * (CHUNK * C.VALUE) + i[:, None] * C.VALUE + column[None]
                 tl.store(back + to, r.to(back.dtype.element_ty))
                 tl.store(drop + to, less)
                 gain = tl.dot(tl.trans(o_tile), tl.load(queries + rows))
                 gain = tl.dot(tl.trans(less), tl.load(keys + rows), gain)
-                fade = tl.load(fades + place * KEY + d)
+                fade = tl.load(fades + place * C.KEY + d)
                 grad = grad * fade[None] + gain
-            if INITIAL:
-                whole = (of_last * value_heads + head).to(tl.int64) * (VALUE * KEY)
-                if VALUE_FIRST:
+            if C.INITIAL:
+                whole = (of_last * value_heads + head).to(tl.int64) * (C.VALUE * C.KEY)
+                if C.VALUE_FIRST:
                     tl.store(d_initial + whole + of_state, grad.to(d_initial.dtype.element_ty))
                 else:
                     turned = tl.trans(grad).to(d_initial.dtype.element_ty)
@@ -300,7 +300,7 @@ def walk_grads(
         before += chunks
 
 
-@entry.jit(do_not_specialize=["since", "most", "value_heads", "o_token", "o_head"])
+@tuples.jit(["since", "most", "value_heads"])
 def squares(
     d_out,
     number,
@@ -312,8 +312,7 @@ def squares(
     since,
     most,
     value_heads,
-    o_token,
-    o_head,
+    o_stride: Strides,
     VALUE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ):
@@ -334,7 +333,7 @@ def squares(
         of_m = tl.zeros((CHUNK, CHUNK), tl.float32)
         for first in range(0, VALUE, VALUE_TILE):
             column = (first + c)[None]
-            of_o = d_out + head.to(tl.int64) * o_head + token * o_token + column
+            of_o = d_out + head.to(tl.int64) * o_stride.head + token * o_stride.token + column
             o_tile = tl.load(of_o, mask=there, other=0.0)
             at = place * (CHUNK * VALUE) + i[:, None] * VALUE + column
             n_tile = tl.load(new + at)
@@ -350,7 +349,7 @@ def squares(
         tl.store(to + 3 * SQUARE, of_m)
 
 
-@entry.jit(do_not_specialize=["since", "most", "value_heads", "o_token", "o_head"])
+@tuples.jit(["since", "most", "value_heads"])
 def crosses(
     d_out,
     number,
@@ -366,8 +365,7 @@ def crosses(
     since,
     most,
     value_heads,
-    o_token,
-    o_head,
+    o_stride: Strides,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
@@ -388,7 +386,7 @@ def crosses(
         rest = tl.zeros((CHUNK, KEY), tl.float32)
         for first in range(0, VALUE, VALUE_TILE):
             column = first + c
-            of_o = d_out + head.to(tl.int64) * o_head + token * o_token + column[None]
+            of_o = d_out + head.to(tl.int64) * o_stride.head + token * o_stride.token + column[None]
             o_tile = tl.load(of_o, mask=there, other=0.0)
             at = place * (CHUNK * VALUE) + i[:, None] * VALUE + column[None]
             of_state = place * (VALUE * KEY) + column[:, None] * KEY + d[None]
@@ -413,12 +411,7 @@ def _through_norm(of_x, there, grad, NORM: tl.constexpr):
     return grad
 
 
-@entry.jit(
-    do_not_specialize=[
-        "since", "most", "tokens", "group", "heads", "scale", "q_token", "q_head", "k_token",
-        "k_head",
-    ]
-)  # fmt: skip
+@tuples.jit(["since", "most", "tokens", "group", "heads", "scale"])
 def inputs(
     q,
     k,
@@ -444,10 +437,8 @@ def inputs(
     group,
     heads,
     scale,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
+    q_stride: Strides,
+    k_stride: Strides,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     NORM: tl.constexpr,
@@ -507,9 +498,9 @@ def inputs(
             rate = tl.load(back + values).to(tl.float32) * tl.load(own + values).to(tl.float32)
             to = d_rates + value_head.to(tl.int64) * tokens + token
             tl.store(to, tl.sum(rate, 1), mask=i < count)
-        of_x = q + head.to(tl.int64) * q_head + token[:, None] * q_token + d[None]
+        of_x = q + head.to(tl.int64) * q_stride.head + token[:, None] * q_stride.token + d[None]
         dq = _through_norm(of_x, there, dq * scale, NORM)
-        of_x = k + head.to(tl.int64) * k_head + token[:, None] * k_token + d[None]
+        of_x = k + head.to(tl.int64) * k_stride.head + token[:, None] * k_stride.token + d[None]
         dk = _through_norm(of_x, there, dk, NORM)
         to = (token[:, None] * heads + head) * KEY + d[None]
         tl.store(d_query + to, dq.to(d_query.dtype.element_ty), mask=there)
@@ -559,7 +550,7 @@ def totals(
                 tl.store(of_log + base + (first + r) * KEY + d[None], running)
 
 
-@entry.jit(do_not_specialize=["since", "most", "value_heads", "lower_bound", "g_token", "g_head"])
+@tuples.jit(["since", "most", "value_heads", "lower_bound"])
 def gates(
     g,
     A_log,
@@ -575,8 +566,7 @@ def gates(
     most,
     value_heads,
     lower_bound,
-    g_token,
-    g_head,
+    g_stride: Strides,
     KEY: tl.constexpr,
     GATE: tl.constexpr,
     A: tl.constexpr,
@@ -599,7 +589,7 @@ def gates(
         gained = tl.where(there, tl.load(of_log + at), 0.0)
         part = work.to(tl.int64) * KEY + d
         if GATE != 0:
-            of_g = g + head.to(tl.int64) * g_head + token * g_token + d[None]
+            of_g = g + head.to(tl.int64) * g_stride.head + token * g_stride.token + d[None]
             x = tl.load(of_g, mask=there, other=0.0).to(tl.float32)
             if BIAS:
                 x += tl.load(dt_bias + head * KEY + d).to(tl.float32)[None]

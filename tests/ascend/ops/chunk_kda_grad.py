@@ -167,14 +167,14 @@ CONTROLS = (
     Control(
         "a round begins with no state",
         KERNEL,
-        "of_first = tl.where(low == 0, n, came)",
+        "of_first = tl.where(low == 0, n, here.came)",
         "of_first = n",
         "two chunks a round, a batch",
     ),
     Control(
         "a round ends with no gradient",
         KERNEL,
-        "of_first = tl.where(low + count == chunks, n, came)",
+        "of_first = tl.where(low + count == chunks, n, here.came)",
         "of_first = n",
         "two chunks a round, a batch",
     ),

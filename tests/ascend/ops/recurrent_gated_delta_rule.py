@@ -109,7 +109,7 @@ CONTROLS = (
     Control(
         "an absent token's state is stored",
         KERNEL,
-        "inside = (own >= 0) & (own < slots)",
+        "inside = (own >= 0) & (own < sizes.slots)",
         "inside = own < slots",
         "decode",
     ),
