@@ -10,7 +10,7 @@ offset, where page_rows is the page's stride in rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,23 @@ from .lengths import within
 BSND, TND, PAGED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LAYOUTS = {"BSND": 0, "TND": 1, "PA_BSND": 2}
 LONGEST = 2**24  # the vector unit divides integers as floats, exactly up to here
+
+
+class Strides(NamedTuple):
+    """Of rows of heads."""
+
+    row: int
+    head: int
+
+
+class Layout(NamedTuple):
+    """Flags of `visible`, which `Plan.flags` has by name."""
+
+    Q_TND: tl.constexpr  # query tokens are packed
+    Q_LENGTHS: tl.constexpr  # requests have query lengths
+    KEYS: tl.constexpr  # BSND, TND or PAGED
+    K_LENGTHS: tl.constexpr  # requests have key lengths
+    CAUSAL: tl.constexpr  # a token sees the keys up to its own
 
 
 @triton.jit

@@ -22,7 +22,7 @@ token is seen by it.  Pages may then be smaller than a tile, whose last rows sta
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,9 +30,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry, ragged, tiling, tune
+from ..common import cores, entry, ragged, tiling, tune, tuples
 from ..common.front_end import extract_slice, get_element, sort
-from ..common.ragged import PAGED, TND, keys_of, request_of, seen, tokens_of, visible
+from ..common.ragged import (
+    PAGED,
+    TND,
+    Layout,
+    Strides,
+    keys_of,
+    request_of,
+    seen,
+    tokens_of,
+    visible,
+)
 
 _LEAST = 16  # keys of a tile
 _PIECE = 2048  # keys for which a core loads the queries of a group, if there is work for all cores
@@ -152,13 +162,28 @@ def score_row(
     return tl.minimum(tl.maximum(row, 0), groups * TOKENS - 1).to(tl.int64)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "first", "rows", "wide", "groups", "pieces", "steps", "query_row", "query_head",
-        "weights_row", "scale_row", "scale_head", "key_row", "scale_page", "requests", "tokens",
-        "reach", "table_stride", "pages", "page", "page_rows",
+class Cache(NamedTuple):
+    table_stride: int
+    pages: int
+    page: int  # keys of a page
+    page_rows: int  # how far pages are apart, in rows
+
+
+class Constants(NamedTuple):
+    RATIO: tl.constexpr  # tokens that a key stands for
+    Q_SCALE: tl.constexpr  # queries have scales
+    K_SCALE: tl.constexpr  # keys have scales
+    HEADS: tl.constexpr
+    DIM: tl.constexpr
+    KEY_STEP: tl.constexpr  # keys at a time: a tile, or a page that is smaller
+
+
+@tuples.jit(
+    [
+        *("first", "rows", "wide", "groups", "pieces", "steps", "weights_row", "key_row"),
+        *("scale_page", "requests", "tokens", "reach"),
     ]
-)  # fmt: skip
+)
 def scores(
     query,
     key,
@@ -175,31 +200,17 @@ def scores(
     groups,
     pieces,
     steps,
-    query_row,
-    query_head,
+    q_stride: Strides,
     weights_row,
-    scale_row,
-    scale_head,
+    s_stride: Strides,
     key_row,
     scale_page,
     requests,
     tokens,
     reach,
-    table_stride,
-    pages,
-    page,
-    page_rows,
-    Q_TND: tl.constexpr,
-    Q_LENGTHS: tl.constexpr,
-    KEYS: tl.constexpr,
-    K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    RATIO: tl.constexpr,
-    Q_SCALE: tl.constexpr,
-    K_SCALE: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    KEY_STEP: tl.constexpr,
+    cache: Cache,
+    layout: Layout,
+    C: Constants,
     HEAD_TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     KEY_TILE: tl.constexpr,
@@ -207,91 +218,102 @@ def scores(
     """out [groups * TOKENS, wide]: a core takes a piece of the keys that a group of tokens sees, a
     tile of KEY_STEP at a time."""
     r = tl.arange(0, KEY_TILE)
-    d = tl.arange(0, DIM)
+    d = tl.arange(0, C.DIM)
     h = tl.arange(0, TOKENS * HEAD_TILE)  # of several tokens: the heads of one after the other's
     t = tl.arange(0, TOKENS)
     for unit in range(tl.program_id(0), groups * pieces, tl.num_programs(0)):
         piece = unit // groups
         group = unit - piece * groups
         request = request_at(
-            group, query_lengths, first, rows, requests, steps, tokens, Q_TND, Q_LENGTHS, TOKENS
+            group,
+            query_lengths,
+            first,
+            rows,
+            requests,
+            steps,
+            tokens,
+            layout.Q_TND,
+            layout.Q_LENGTHS,
+            TOKENS,
         )
-        token, count = tokens_of(request, query_lengths, requests, tokens, Q_TND, Q_LENGTHS)
-        start, keys = keys_of(request, key_lengths, reach, KEYS, K_LENGTHS)
-        begun = first_group(request, token, first, rows, tokens, Q_TND, TOKENS)
+        token, count = tokens_of(
+            request, query_lengths, requests, tokens, layout.Q_TND, layout.Q_LENGTHS
+        )
+        start, keys = keys_of(request, key_lengths, reach, layout.KEYS, layout.K_LENGTHS)
+        begun = first_group(request, token, first, rows, tokens, layout.Q_TND, TOKENS)
         j = tl.maximum(first - token, 0) + (group - begun) * TOKENS
         left = tl.maximum(tl.minimum(tl.minimum(count, first + rows - token) - j, TOKENS), 0)
-        n = tl.where(left > 0, seen(j + left - 1, count, keys, CAUSAL), 0)
-        if RATIO > 1:
-            n = n // RATIO
-        tiles = ((n + KEY_STEP - 1) // KEY_STEP).to(tl.int64)
-        at = tl.minimum(token + j, last_tile(requests, tokens, Q_TND, TOKENS)).to(tl.int64)
-        of_query = query + at * query_row
+        n = tl.where(left > 0, seen(j + left - 1, count, keys, layout.CAUSAL), 0)
+        if C.RATIO > 1:
+            n = n // C.RATIO
+        tiles = ((n + C.KEY_STEP - 1) // C.KEY_STEP).to(tl.int64)
+        at = tl.minimum(token + j, last_tile(requests, tokens, layout.Q_TND, TOKENS)).to(tl.int64)
+        of_query = query + at * q_stride.row
         of_weights = weights + at * weights_row
-        of_scale = query_scale + at * scale_row
+        of_scale = query_scale + at * s_stride.row
         to = out + (group * TOKENS).to(tl.int64) * wide
-        if HEADS <= HEAD_TILE:
+        if C.HEADS <= HEAD_TILE:
             q, w = heads_of(
                 of_query,
                 of_weights,
                 of_scale,
                 h,
-                query_head,
-                scale_head,
-                Q_SCALE,
-                HEADS,
-                DIM,
-                HEADS == HEAD_TILE,
+                q_stride.head,
+                s_stride.head,
+                C.Q_SCALE,
+                C.HEADS,
+                C.DIM,
+                C.HEADS == HEAD_TILE,
             )
         begin = (tiles * piece // pieces).to(tl.int32)
         end = (tiles * (piece + 1) // pieces).to(tl.int32)
         for tile in range(begin, end):
-            position = tile * KEY_STEP
+            position = tile * C.KEY_STEP
             inside = n - position
-            if KEY_STEP < KEY_TILE:
-                inside = tl.minimum(inside, KEY_STEP)
-            if KEYS == PAGED:
-                column = position // page
-                number = tl.load(table + request.to(tl.int64) * table_stride + column)
-                there = (number >= 0) & (number < pages)
-                row = number.to(tl.int64) * page_rows + position - column * page
-                by_row = number.to(tl.int64) * scale_page + position - column * page
-            elif KEYS == TND:
+            if C.KEY_STEP < KEY_TILE:
+                inside = tl.minimum(inside, C.KEY_STEP)
+            if layout.KEYS == PAGED:
+                column = position // cache.page
+                number = tl.load(table + request.to(tl.int64) * cache.table_stride + column)
+                there = (number >= 0) & (number < cache.pages)
+                row = number.to(tl.int64) * cache.page_rows + position - column * cache.page
+                by_row = number.to(tl.int64) * scale_page + position - column * cache.page
+            elif layout.KEYS == TND:
                 there = tile >= 0
                 row = (start + position).to(tl.int64)
                 by_row = row
             else:
                 there = tile >= 0
-                row = request.to(tl.int64) * page_rows + position
+                row = request.to(tl.int64) * cache.page_rows + position
                 by_row = request.to(tl.int64) * scale_page + position
             loaded = r < tl.where(there, inside, 0)
             k = tl.load(key + (row + r)[:, None] * key_row + d[None], mask=loaded[:, None], other=0)
-            for head in tl.static_range(0, HEADS, HEAD_TILE):
-                if HEADS > HEAD_TILE:
+            for head in tl.static_range(0, C.HEADS, HEAD_TILE):
+                if C.HEADS > HEAD_TILE:
                     q, w = heads_of(
                         of_query,
                         of_weights,
                         of_scale,
                         head + h,
-                        query_head,
-                        scale_head,
-                        Q_SCALE,
-                        HEADS,
-                        DIM,
-                        HEADS % HEAD_TILE == 0,
+                        q_stride.head,
+                        s_stride.head,
+                        C.Q_SCALE,
+                        C.HEADS,
+                        C.DIM,
+                        C.HEADS % HEAD_TILE == 0,
                     )
                 z = tl.dot(q, tl.trans(k)).to(tl.float32)  # [TOKENS * HEAD_TILE, KEY_TILE]
                 z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[:, None]
-                if HEADS % HEAD_TILE != 0:
+                if C.HEADS % HEAD_TILE != 0:
                     # the zeros of heads that are not there, times an infinite key, are NaN
-                    z = tl.where((head + h < HEADS)[:, None], z, 0.0)
+                    z = tl.where((head + h < C.HEADS)[:, None], z, 0.0)
                 if TOKENS > 1:
                     score = tl.sum(z.reshape(TOKENS, HEAD_TILE, KEY_TILE), 1)
                 elif head == 0:
                     score = tl.sum(z, 0)
                 else:
                     score += tl.sum(z, 0)
-            if K_SCALE:
+            if C.K_SCALE:
                 by = tl.load(key_scale + by_row + r, mask=loaded, other=0.0)
                 if TOKENS > 1:
                     score *= by.to(tl.float32)[None]
@@ -850,17 +872,17 @@ def select(
             groups=groups,
             pieces=_pieces(groups, plan.reach),
             steps=plan.arguments["requests"].bit_length(),
-            query_row=q.stride(0),
-            query_head=q.stride(1),
+            q_stride_row=q.stride(0),
+            q_stride_head=q.stride(1),
             weights_row=w.stride(0),
-            scale_row=of_query.stride(0),
-            scale_head=of_query.stride(1),
+            s_stride_row=of_query.stride(0),
+            s_stride_head=of_query.stride(1),
             key_row=ragged.row_stride(key),
             scale_page=of_key.stride(0),
-            table_stride=plan.table.stride(0),
-            pages=key.shape[0],
-            page=key.shape[-3],
-            page_rows=ragged.page_rows(key),
+            cache_table_stride=plan.table.stride(0),
+            cache_pages=key.shape[0],
+            cache_page=key.shape[-3],
+            cache_page_rows=ragged.page_rows(key),
             Q_SCALE=query_scale is not None,
             K_SCALE=key_scale is not None,
             HEADS=q.shape[1],

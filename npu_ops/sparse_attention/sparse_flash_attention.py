@@ -20,7 +20,7 @@ the rows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,9 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry, ragged, tiling, tune, two_passes
+from ..common import cores, entry, ragged, tiling, tune, tuples, two_passes
 from ..common.front_end import extract_slice, get_element
-from ..common.ragged import PAGED, TND, visible
+from ..common.ragged import PAGED, TND, Layout, visible
 
 SPAN = 128  # every key tile divides it
 
@@ -101,12 +101,12 @@ def reached(exists, j):
     return tl.max(tl.where(exists, (j + 1).to(tl.float32), 0.0), 0).to(tl.int32)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "rows", "count", "wide", "indices_stride", "block", "requests", "tokens", "reach",
-        "table_stride", "pages", "page", "page_rows",
+@tuples.jit(
+    [
+        *("rows", "count", "wide", "indices_stride", "block", "requests", "tokens", "reach"),
+        *("table_stride", "pages", "page", "page_rows"),
     ]
-)  # fmt: skip
+)
 def resolve(
     indices,
     table,
@@ -126,11 +126,7 @@ def resolve(
     pages,
     page,
     page_rows,
-    Q_TND: tl.constexpr,
-    Q_LENGTHS: tl.constexpr,
-    KEYS: tl.constexpr,
-    K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    layout: Layout,
     BLOCKS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
@@ -142,11 +138,7 @@ def resolve(
             requests,
             tokens,
             reach,
-            Q_TND,
-            Q_LENGTHS,
-            KEYS,
-            K_LENGTHS,
-            CAUSAL,
+            *layout,
         )
         selected = indices + row.to(tl.int64) * indices_stride
         of_request = table + request.to(tl.int64) * table_stride
@@ -164,7 +156,7 @@ def resolve(
                 pages,
                 page,
                 page_rows,
-                KEYS,
+                layout.KEYS,
                 PIECE,
             )
             tl.store(slots + row.to(tl.int64) * wide + j, slot, mask=j < wide)
@@ -235,13 +227,21 @@ def lay_out(
                 put(dense_rope, to + r, tl.zeros((2, ROTARY), tl.float32), ROTARY)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "first", "rows", "count", "wide", "indices_stride", "block", "requests", "tokens", "reach",
-        "table_stride", "pages", "page", "page_rows", "latent_stride", "rotary_stride",
-        "scale_stride",
+class Constants(NamedTuple):
+    BLOCKS: tl.constexpr  # indices are those of blocks
+    LATENT: tl.constexpr
+    ROTARY: tl.constexpr
+    TILES: tl.constexpr  # of an int8 latent, each with a scale; 0: it has none
+    SPAN: tl.constexpr  # the slots of a token come in whole ones
+
+
+@tuples.jit(
+    [
+        *("first", "rows", "count", "wide", "indices_stride", "block"),
+        *("requests", "tokens", "reach", "table_stride", "pages", "page", "page_rows"),
+        *("latent_stride", "rotary_stride", "scale_stride"),
     ]
-)  # fmt: skip
+)
 def collect(
     latent,
     rotary,
@@ -270,16 +270,8 @@ def collect(
     latent_stride,
     rotary_stride,
     scale_stride,
-    Q_TND: tl.constexpr,
-    Q_LENGTHS: tl.constexpr,
-    KEYS: tl.constexpr,
-    K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    LATENT: tl.constexpr,
-    ROTARY: tl.constexpr,
-    TILES: tl.constexpr,
-    SPAN: tl.constexpr,
+    layout: Layout,
+    C: Constants,
     ROWS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
@@ -297,11 +289,7 @@ def collect(
             requests,
             tokens,
             reach,
-            Q_TND,
-            Q_LENGTHS,
-            KEYS,
-            K_LENGTHS,
-            CAUSAL,
+            *layout,
         )
         selected = indices + (first + row).to(tl.int64) * indices_stride
         of_request = table + request.to(tl.int64) * table_stride
@@ -309,14 +297,14 @@ def collect(
         end = 0
         for at in range(0, wide, PIECE):
             j = at + tl.arange(0, PIECE)
-            position, exists = positions(selected, j, count, limit, block, BLOCKS)
+            position, exists = positions(selected, j, count, limit, block, C.BLOCKS)
             end = tl.maximum(end, reached(exists, j))
-        tl.store(last + row, (end + SPAN - 1) // SPAN * SPAN)
+        tl.store(last + row, (end + C.SPAN - 1) // C.SPAN * C.SPAN)
         low = tl.maximum(begin - row * pieces, 0) * ROWS
         high = tl.minimum(stop - row * pieces, pieces) * ROWS
         for at in range(0, wide, PIECE):
             j = at + tl.arange(0, PIECE)
-            position, exists = positions(selected, j, count, limit, block, BLOCKS)
+            position, exists = positions(selected, j, count, limit, block, C.BLOCKS)
             slot = placed(
                 position,
                 exists,
@@ -327,13 +315,13 @@ def collect(
                 pages,
                 page,
                 page_rows,
-                KEYS,
+                layout.KEYS,
                 PIECE,
             )
             tl.store(slots + of_row + j, slot, mask=j < wide)
             top = tl.max(slot, 0)
             for i in range(tl.maximum(low, at), tl.minimum(high, at + PIECE), ROWS):
-                if i < (end + SPAN - 1) // SPAN * SPAN:
+                if i < (end + C.SPAN - 1) // C.SPAN * C.SPAN:
                     part = extract_slice(slot, (i - at,), (ROWS,), (1,))
                     lay_out(
                         latent,
@@ -347,9 +335,9 @@ def collect(
                         latent_stride,
                         rotary_stride,
                         scale_stride,
-                        LATENT,
-                        ROTARY,
-                        TILES,
+                        C.LATENT,
+                        C.ROTARY,
+                        C.TILES,
                         ROWS,
                         False,
                     )

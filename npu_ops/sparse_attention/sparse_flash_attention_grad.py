@@ -19,20 +19,20 @@ The latent part comes in two halves: with both accumulators L0C is full.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry, ragged, tiling, tune
-from ..common.ragged import TND, keys_of, tokens_of
+from ..common import cores, ragged, tiling, tune, tuples
+from ..common.ragged import TND, Layout, Strides, keys_of, tokens_of
 from ..indexer.lightning_indexer_grad import spread_over, spread_width
 from .sparse_flash_attention import gather, resolved
 
 
-@entry.jit(do_not_specialize=["rows", "heads", "g_row", "g_head", "o_row", "o_head"])
+@tuples.jit(["rows", "heads"])
 def row_sums(
     d_out,
     out,
@@ -43,10 +43,8 @@ def row_sums(
     lse,
     rows,
     heads,
-    g_row,
-    g_head,
-    o_row,
-    o_head,
+    g_stride: Strides,
+    o_stride: Strides,
     LATENT: tl.constexpr,
     HEAD_TILE: tl.constexpr,
 ):
@@ -57,8 +55,14 @@ def row_sums(
         token = (work // tiles).to(tl.int64)
         h = work % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
         there = (h < heads)[:, None]
-        g = tl.load(d_out + token * g_row + h[:, None] * g_head + d[None], mask=there, other=0.0)
-        o = tl.load(out + token * o_row + h[:, None] * o_head + d[None], mask=there, other=0.0)
+        g = tl.load(
+            d_out + token * g_stride.row + h[:, None] * g_stride.head + d[None],
+            mask=there,
+            other=0.0,
+        )
+        o = tl.load(
+            out + token * o_stride.row + h[:, None] * o_stride.head + d[None], mask=there, other=0.0
+        )
         at = token * heads + h
         products = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
         m = tl.load(peak + at, mask=h < heads, other=0.0)
@@ -71,12 +75,12 @@ def row_sums(
         tl.store(lse + at, sums, mask=h < heads)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "first", "rows", "wide", "heads", "q_row", "q_head", "r_row", "r_head", "g_row", "g_head",
-        "scale",
-    ]
-)  # fmt: skip
+class Sizes(NamedTuple):
+    LATENT: tl.constexpr
+    ROTARY: tl.constexpr  # 0: there is no rotary part
+
+
+@tuples.jit(["first", "rows", "wide", "heads", "scale"])
 def grad_query(
     query,
     query_rope,
@@ -93,20 +97,16 @@ def grad_query(
     rows,
     wide,
     heads,
-    q_row,
-    q_head,
-    r_row,
-    r_head,
-    g_row,
-    g_head,
+    q_stride: Strides,
+    r_stride: Strides,
+    g_stride: Strides,
     scale,
-    LATENT: tl.constexpr,
-    ROTARY: tl.constexpr,
+    C: Sizes,
     HEAD_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     set_workspace_multibuffer: tl.constexpr,
 ):
-    HALF: tl.constexpr = LATENT // 2
+    HALF: tl.constexpr = C.LATENT // 2
     d = tl.arange(0, HALF)
     j = tl.arange(0, KEY_TILE)
     tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
@@ -115,28 +115,28 @@ def grad_query(
         token = (first + row).to(tl.int64)
         h = work % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
         there = (h < heads)[:, None]
-        of_q = query + token * q_row + h[:, None] * q_head + d[None]
+        of_q = query + token * q_stride.row + h[:, None] * q_stride.head + d[None]
         q0 = tl.load(of_q, mask=there, other=0.0)
         q1 = tl.load(of_q + HALF, mask=there, other=0.0)
-        of_g = d_out + token * g_row + h[:, None] * g_head + d[None]
+        of_g = d_out + token * g_stride.row + h[:, None] * g_stride.head + d[None]
         g0 = tl.load(of_g, mask=there, other=0.0)
         g1 = tl.load(of_g + HALF, mask=there, other=0.0)
-        if ROTARY > 0:
-            e = tl.arange(0, ROTARY)
-            of_r = query_rope + token * r_row + h[:, None] * r_head + e[None]
+        if C.ROTARY > 0:
+            e = tl.arange(0, C.ROTARY)
+            of_r = query_rope + token * r_stride.row + h[:, None] * r_stride.head + e[None]
             qr = tl.load(of_r, mask=there, other=0.0)
-            acc_r = tl.zeros((HEAD_TILE, ROTARY), tl.float32)
+            acc_r = tl.zeros((HEAD_TILE, C.ROTARY), tl.float32)
         end = tl.load(last + first + row)
         acc0 = tl.zeros((HEAD_TILE, HALF), tl.float32)
         acc1 = tl.zeros((HEAD_TILE, HALF), tl.float32)
         for start in range(0, end, KEY_TILE):
             at = (row.to(tl.int64) * wide + start + j)[:, None]
-            k0 = tl.load(dense + at * LATENT + d[None])  # [KEY_TILE, HALF]
-            k1 = tl.load(dense + at * LATENT + HALF + d[None])
+            k0 = tl.load(dense + at * C.LATENT + d[None])  # [KEY_TILE, HALF]
+            k1 = tl.load(dense + at * C.LATENT + HALF + d[None])
             z = tl.dot(k0, tl.trans(q0))  # [KEY_TILE, HEAD_TILE]
             z = tl.dot(k1, tl.trans(q1), z)
-            if ROTARY > 0:
-                kr = tl.load(dense_rope + at * ROTARY + e[None])
+            if C.ROTARY > 0:
+                kr = tl.load(dense_rope + at * C.ROTARY + e[None])
                 z = tl.dot(kr, tl.trans(qr), z)
             dp = tl.dot(k0, tl.trans(g0))
             dp = tl.dot(k1, tl.trans(g1), dp)
@@ -148,22 +148,22 @@ def grad_query(
             dz = (p * (dp - of_delta[None]) * scale).to(k0.dtype)
             acc0 = tl.dot(tl.trans(dz), k0, acc0)
             acc1 = tl.dot(tl.trans(dz), k1, acc1)
-            if ROTARY > 0:
+            if C.ROTARY > 0:
                 acc_r = tl.dot(tl.trans(dz), kr, acc_r)
-        to = d_query + (token * heads + h[:, None]) * LATENT + d[None]
+        to = d_query + (token * heads + h[:, None]) * C.LATENT + d[None]
         tl.store(to, acc0.to(d_query.dtype.element_ty), mask=there)
         tl.store(to + HALF, acc1.to(d_query.dtype.element_ty), mask=there)
-        if ROTARY > 0:
-            to = d_query_rope + (token * heads + h[:, None]) * ROTARY + e[None]
+        if C.ROTARY > 0:
+            to = d_query_rope + (token * heads + h[:, None]) * C.ROTARY + e[None]
             tl.store(to, acc_r.to(d_query.dtype.element_ty), mask=there)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "first", "rows", "wide", "heads", "q_row", "q_head", "r_row", "r_head", "g_row", "g_head",
-        "key_row", "rope_row", "page_rows", "scale", "requests", "tokens", "reach",
+@tuples.jit(
+    [
+        *("first", "rows", "wide", "heads", "key_row", "rope_row", "page_rows", "scale"),
+        *("requests", "tokens", "reach"),
     ]
-)  # fmt: skip
+)
 def grad_keys(
     query,
     query_rope,
@@ -181,12 +181,9 @@ def grad_keys(
     rows,
     wide,
     heads,
-    q_row,
-    q_head,
-    r_row,
-    r_head,
-    g_row,
-    g_head,
+    q_stride: Strides,
+    r_stride: Strides,
+    g_stride: Strides,
     key_row,
     rope_row,
     page_rows,
@@ -194,28 +191,25 @@ def grad_keys(
     requests,
     tokens,
     reach,
-    Q_TND: tl.constexpr,
-    Q_LENGTHS: tl.constexpr,
-    KEYS: tl.constexpr,
-    K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LATENT: tl.constexpr,
-    ROTARY: tl.constexpr,
+    layout: Layout,
+    C: Sizes,
     HEAD_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     set_workspace_multibuffer: tl.constexpr,
 ):
     """d_key [keys, LATENT] and d_key_rope, float32: what `rows` tokens from `first` on contribute.
     Added up over launches outside."""
-    HALF: tl.constexpr = LATENT // 2
+    HALF: tl.constexpr = C.LATENT // 2
     j = tl.arange(0, KEY_TILE)
     d = tl.arange(0, HALF)
     turn = tl.program_id(0)
     turns = tl.num_programs(0)
     steps_of_token = (heads + HEAD_TILE - 1) // HEAD_TILE
     for request in range(0, requests):
-        token, count = tokens_of(request, query_lengths, requests, tokens, Q_TND, Q_LENGTHS)
-        start, keys = keys_of(request, key_lengths, reach, KEYS, K_LENGTHS)
+        token, count = tokens_of(
+            request, query_lengths, requests, tokens, layout.Q_TND, layout.Q_LENGTHS
+        )
+        start, keys = keys_of(request, key_lengths, reach, layout.KEYS, layout.K_LENGTHS)
         # the tokens of this request among those of this launch
         low = tl.maximum(first - token, 0)
         high = tl.minimum(count, first + rows - token)
@@ -223,7 +217,7 @@ def grad_keys(
         for tile in range(turn, tiles, turns):
             position = tile * KEY_TILE
             there = (j < keys - position)[:, None]
-            if KEYS == TND:
+            if layout.KEYS == TND:
                 row = (start + position).to(tl.int64)
                 to = row
             else:
@@ -232,13 +226,13 @@ def grad_keys(
             of_k = key + (row + j)[:, None] * key_row + d[None]
             k0 = tl.load(of_k, mask=there, other=0.0)
             k1 = tl.load(of_k + HALF, mask=there, other=0.0)
-            if ROTARY > 0:
-                e = tl.arange(0, ROTARY)
+            if C.ROTARY > 0:
+                e = tl.arange(0, C.ROTARY)
                 of_rope = key_rope + (row + j)[:, None] * rope_row + e[None]
                 kr = tl.load(of_rope, mask=there, other=0.0)
-                acc_r = tl.zeros((KEY_TILE, ROTARY), tl.float32)
+                acc_r = tl.zeros((KEY_TILE, C.ROTARY), tl.float32)
             begin = low
-            if CAUSAL:
+            if layout.CAUSAL:
                 # earlier tokens see no key of this tile
                 begin = tl.maximum(low, position - keys + count)
             acc0 = tl.zeros((KEY_TILE, HALF), tl.float32)
@@ -247,16 +241,16 @@ def grad_keys(
                 i = (token + begin + step // steps_of_token).to(tl.int64)
                 h = step % steps_of_token * HEAD_TILE + tl.arange(0, HEAD_TILE)
                 known = (h < heads)[:, None]
-                of_q = query + i * q_row + h[:, None] * q_head + d[None]
+                of_q = query + i * q_stride.row + h[:, None] * q_stride.head + d[None]
                 q0 = tl.load(of_q, mask=known, other=0.0)
                 q1 = tl.load(of_q + HALF, mask=known, other=0.0)
-                of_g = d_out + i * g_row + h[:, None] * g_head + d[None]
+                of_g = d_out + i * g_stride.row + h[:, None] * g_stride.head + d[None]
                 g0 = tl.load(of_g, mask=known, other=0.0)
                 g1 = tl.load(of_g + HALF, mask=known, other=0.0)
                 z = tl.dot(q0, tl.trans(k0))  # [HEAD_TILE, KEY_TILE]
                 z = tl.dot(q1, tl.trans(k1), z)
-                if ROTARY > 0:
-                    of_r = query_rope + i * r_row + h[:, None] * r_head + e[None]
+                if C.ROTARY > 0:
+                    of_r = query_rope + i * r_stride.row + h[:, None] * r_stride.head + e[None]
                     qr = tl.load(of_r, mask=known, other=0.0)
                     z = tl.dot(qr, tl.trans(kr), z)
                 dp = tl.dot(g0, tl.trans(k0))
@@ -272,13 +266,13 @@ def grad_keys(
                 acc0 = tl.dot(tl.trans(p), g0, acc0)
                 acc1 = tl.dot(tl.trans(dz), q1, acc1)
                 acc1 = tl.dot(tl.trans(p), g1, acc1)
-                if ROTARY > 0:
+                if C.ROTARY > 0:
                     acc_r = tl.dot(tl.trans(dz), qr, acc_r)
             to = (to + j)[:, None]
-            tl.store(d_key + to * LATENT + d[None], acc0, mask=there)
-            tl.store(d_key + to * LATENT + HALF + d[None], acc1, mask=there)
-            if ROTARY > 0:
-                tl.store(d_key_rope + to * ROTARY + e[None], acc_r, mask=there)
+            tl.store(d_key + to * C.LATENT + d[None], acc0, mask=there)
+            tl.store(d_key + to * C.LATENT + HALF + d[None], acc1, mask=there)
+            if C.ROTARY > 0:
+                tl.store(d_key_rope + to * C.ROTARY + e[None], acc_r, mask=there)
         turn = ((turn - tiles) % turns + turns) % turns
 
 

@@ -469,7 +469,7 @@ CONTROLS = (
     Control(
         "heads that are not there",
         OP[4:],
-        "tl.where((head + h < HEADS)[:, None], z, 0.0)",
+        "tl.where((head + h < C.HEADS)[:, None], z, 0.0)",
         "z",
         "scores of infinity, 4 heads of 32",
     ),
@@ -546,7 +546,7 @@ CONTROLS = (
     Control(
         "the queries behind the last",
         OP[4:],
-        "at = tl.minimum(token + j, last_tile(requests, tokens, Q_TND, TOKENS))",
+        "at = tl.minimum(token + j, last_tile(requests, tokens, layout.Q_TND, TOKENS))",
         "at = (token + j)",
         "TND",
     ),
@@ -595,15 +595,15 @@ CONTROLS = (
     Control(
         "pages side by side",
         OP[4:],
-        "* page_rows + position - column",
-        "* page + position - column",
+        "* cache.page_rows + position - column",
+        "* cache.page + position - column",
         "pages apart",
     ),
     Control(
         "the page past the last is read",
         OP[4:],
-        "(number < pages)",
-        "(number <= pages)",
+        "(number < cache.pages)",
+        "(number <= cache.pages)",
         "the page past the last",
     ),
     Control(
@@ -686,8 +686,8 @@ CONTROLS = (
     Control(
         "the window that is open scored alone",
         OP[4:],
-        "n = n // RATIO\n        tiles",
-        "n = n // (RATIO + 1)\n        tiles",
+        "n = n // C.RATIO\n        tiles",
+        "n = n // (C.RATIO + 1)\n        tiles",
         "4 tokens a key, 64 heads",
     ),
     Control(
@@ -700,7 +700,7 @@ CONTROLS = (
     Control(
         "what lies behind a small page",
         OP[4:],
-        "inside = tl.minimum(inside, KEY_STEP)",
+        "inside = tl.minimum(inside, C.KEY_STEP)",
         "inside = tl.minimum(inside, KEY_TILE)",
         "128 tokens a key, page 2",
     ),

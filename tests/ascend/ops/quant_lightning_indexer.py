@@ -119,7 +119,7 @@ CONTROLS = (
         "        1,\n        torch.float32",
         "4 tokens a key, 64 heads",
     ),
-    Control("the key's scale forgotten", _FILE, "if K_SCALE:", "if False:", "paged, 64 heads"),
+    Control("the key's scale forgotten", _FILE, "if C.K_SCALE:", "if False:", "paged, 64 heads"),
     Control(
         "the query's scale forgotten",
         _FILE,
@@ -137,7 +137,7 @@ CONTROLS = (
     Control(
         "another page's scales",
         _FILE,
-        "number.to(tl.int64) * scale_page + position - column * page",
+        "number.to(tl.int64) * scale_page + position - column * cache.page",
         "position.to(tl.int64)",
         "paged, 64 heads",
     ),
