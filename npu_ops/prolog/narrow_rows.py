@@ -15,6 +15,7 @@ writers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import quantised
-from ..common import cores, entry, quantise, ragged, tune
+from ..common import cores, entry, quantise, ragged, tune, tuples
 from ..common.cores import turn
 from .narrow_product import Rows, Sums
 from .rows import _angles, _pair
@@ -170,20 +171,39 @@ def _latent_rows(
         tl.store(to + ROTARY // 2, (right * c1 + left * s1).to(DTYPE), mask=h < of_rotary)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "rows", "x_row", "parts", "part", "epsilon_cq", "page", "slots", "latent_page",
-        "rotary_page", "scale_page", "epsilon_ckv",
-    ]
-)  # fmt: skip
+class Parts(NamedTuple):
+    """Of a sum."""
+
+    row: int
+    parts: int
+    part: int  # how far they are apart
+
+
+class Pages(NamedTuple):
+    page: int  # rows of a page
+    slots: int
+    latent_page: int
+    rotary_page: int
+    scale_page: int
+
+
+class Constants(NamedTuple):
+    LATENT: tl.constexpr
+    ROTARY: tl.constexpr
+    LATENT_ROW: tl.constexpr  # how far the rows of each part of a cache are apart
+    ROTARY_ROW: tl.constexpr
+    SCALE_ROW: tl.constexpr
+    TILES: tl.constexpr  # of a latent, each with a scale
+    INTERLEAVED: tl.constexpr  # the dims that an angle turns are neighbours
+
+
+@tuples.jit(["rows", "epsilon_cq", "epsilon_ckv"])
 def latents(
     x,
     y,
     by_rows,
     rows,
-    x_row,
-    parts,
-    part,
+    of_x: Parts,
     by_rank,
     gamma_cq,
     smooth,
@@ -200,20 +220,10 @@ def latents(
     latent_cache,
     rotary_cache,
     scale_cache,
-    page,
-    slots,
-    latent_page,
-    rotary_page,
-    scale_page,
+    pages: Pages,
     epsilon_ckv,
     RANK: tl.constexpr,
-    LATENT: tl.constexpr,
-    ROTARY: tl.constexpr,
-    LATENT_ROW: tl.constexpr,
-    ROTARY_ROW: tl.constexpr,
-    SCALE_ROW: tl.constexpr,
-    TILES: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    C: Constants,
     MOST: tl.constexpr,
     multibuffer: tl.constexpr = True,
 ):
@@ -229,9 +239,7 @@ def latents(
         by_rows,
         by_rank,
         rows,
-        x_row,
-        parts,
-        part,
+        *of_x,
         epsilon_cq,
         RANK,
     )
@@ -248,22 +256,10 @@ def latents(
         by_rows,
         by_latent,
         rows,
-        x_row,
-        parts,
-        part,
-        page,
-        slots,
-        latent_page,
-        rotary_page,
-        scale_page,
+        *of_x,
+        *pages,
         epsilon_ckv,
-        LATENT,
-        ROTARY,
-        LATENT_ROW,
-        ROTARY_ROW,
-        SCALE_ROW,
-        TILES,
-        INTERLEAVED,
+        *C,
         query_norm.dtype.element_ty,
     )
 

@@ -227,6 +227,12 @@ def lay_out(
                 put(dense_rope, to + r, tl.zeros((2, ROTARY), tl.float32), ROTARY)
 
 
+class RowStrides(NamedTuple):
+    latent: int
+    rotary: int
+    scale: int
+
+
 class Constants(NamedTuple):
     BLOCKS: tl.constexpr  # indices are those of blocks
     LATENT: tl.constexpr
@@ -239,7 +245,6 @@ class Constants(NamedTuple):
     [
         *("first", "rows", "count", "wide", "indices_stride", "block"),
         *("requests", "tokens", "reach", "table_stride", "pages", "page", "page_rows"),
-        *("latent_stride", "rotary_stride", "scale_stride"),
     ]
 )
 def collect(
@@ -267,9 +272,7 @@ def collect(
     pages,
     page,
     page_rows,
-    latent_stride,
-    rotary_stride,
-    scale_stride,
+    stride: RowStrides,
     layout: Layout,
     C: Constants,
     ROWS: tl.constexpr,
@@ -332,9 +335,7 @@ def collect(
                         dense,
                         dense_rope,
                         of_row + i,
-                        latent_stride,
-                        rotary_stride,
-                        scale_stride,
+                        *stride,
                         C.LATENT,
                         C.ROTARY,
                         C.TILES,
@@ -730,9 +731,9 @@ def attended(
             pages=latent.shape[0],
             page=latent.shape[-3],
             page_rows=ragged.page_rows(latent),
-            latent_stride=ragged.row_stride(latent),
-            rotary_stride=ragged.row_stride(rotary),
-            scale_stride=ragged.row_stride(scales),
+            stride_latent=ragged.row_stride(latent),
+            stride_rotary=ragged.row_stride(rotary),
+            stride_scale=ragged.row_stride(scales),
             BLOCKS=block > 1,
             LATENT=size,
             ROTARY=ROTARY,

@@ -158,12 +158,13 @@ def grad_query(
             tl.store(to, acc_r.to(d_query.dtype.element_ty), mask=there)
 
 
-@tuples.jit(
-    [
-        *("first", "rows", "wide", "heads", "key_row", "rope_row", "page_rows", "scale"),
-        *("requests", "tokens", "reach"),
-    ]
-)
+class KeyStrides(NamedTuple):
+    row: int
+    rope_row: int
+    page_rows: int  # of a page, in rows
+
+
+@tuples.jit(["first", "rows", "wide", "heads", "scale", "requests", "tokens", "reach"])
 def grad_keys(
     query,
     query_rope,
@@ -184,9 +185,7 @@ def grad_keys(
     q_stride: Strides,
     r_stride: Strides,
     g_stride: Strides,
-    key_row,
-    rope_row,
-    page_rows,
+    k_stride: KeyStrides,
     scale,
     requests,
     tokens,
@@ -221,14 +220,14 @@ def grad_keys(
                 row = (start + position).to(tl.int64)
                 to = row
             else:
-                row = request.to(tl.int64) * page_rows + position
+                row = request.to(tl.int64) * k_stride.page_rows + position
                 to = request.to(tl.int64) * reach + position
-            of_k = key + (row + j)[:, None] * key_row + d[None]
+            of_k = key + (row + j)[:, None] * k_stride.row + d[None]
             k0 = tl.load(of_k, mask=there, other=0.0)
             k1 = tl.load(of_k + HALF, mask=there, other=0.0)
             if C.ROTARY > 0:
                 e = tl.arange(0, C.ROTARY)
-                of_rope = key_rope + (row + j)[:, None] * rope_row + e[None]
+                of_rope = key_rope + (row + j)[:, None] * k_stride.rope_row + e[None]
                 kr = tl.load(of_rope, mask=there, other=0.0)
                 acc_r = tl.zeros((KEY_TILE, C.ROTARY), tl.float32)
             begin = low
