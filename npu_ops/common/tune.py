@@ -266,11 +266,21 @@ TABLE: dict[str, tuple[Config, ...]] = {
         ),
         *(Config({"ROWS": 128, "PANELS": panels, "DEPTH": 256}) for panels in (8, 4)),
     ),
+    # NZ tiles, and those of the compressors' rows
+    "before_attention.sums": tuple(
+        Config({"ROWS": rows, "PANELS": 4, "DEPTH": depth, "COLUMNS": 128, "STEP": 256})
+        for rows, depths in ((16, (512, 128)), (32, (512, 128)), (64, (512, 128)), (128, (256,)))
+        for depth in depths
+    ),
+    "before_attention.tokens": tuple(
+        Config({"WIDTH": 2048, "ROWS": rows, "CHANNELS": 128, "PIECE": 128}) for rows in (4, 8)
+    ),
+    "before_attention.heads": (Config({"HEAD_TILE": 8, "WIDTH": 512}),),
     "compressor.project": tuple(
         Config({"ROWS": rows, "COLUMNS": 128, "DEPTH": 256}) for rows in (16, 32, 64, 128)
     ),
     # windows of few tokens, and of many
-    "compressor.pool": tuple(Config({"ROWS": rows, "CHANNELS": 128}) for rows in (4, 16)),
+    "compressor.pool": tuple(Config({"ROWS": rows, "CHANNELS": 128}) for rows in (4, 8)),
     "compressor.finish": (Config({}),),
     "compressor.keep": (Config({"WIDTH": 1024}),),
 }

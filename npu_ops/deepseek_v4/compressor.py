@@ -93,7 +93,7 @@ def _products(
 
 @entry.jit(
     do_not_specialize=[
-        "width", "next_width", "rows", "depth", "parts", "x_row", "kv_row", "gate_row",
+        "width", "next_width", "first", "rows", "depth", "parts", "x_row", "kv_row", "gate_row",
         "next_kv_row", "next_gate_row", "out_part",
     ]
 )  # fmt: skip
@@ -106,6 +106,7 @@ def project(
     out,
     width,
     next_width,
+    first,
     rows,
     depth,
     parts,
@@ -130,7 +131,7 @@ def project(
         wkv,
         out,
         width,
-        0,
+        first,
         rows,
         depth,
         parts,
@@ -626,7 +627,7 @@ def _cut(rows: int, widths: list[int], depth: int) -> tuple[tune.Config, int]:
     found = tune.ranked(table, "ROWS", min(rows, tallest))
     config = tune.choose("compressor.project", found)
     step = config.tiles["DEPTH"]
-    tiles = _tiles(rows, widths, config)
+    tiles = tile_count(rows, widths, config)
 
     def cost(n: int) -> int:
         return triton.cdiv(n * tiles, tiling.A3.cube_cores) * triton.cdiv(depth, n)
@@ -634,7 +635,7 @@ def _cut(rows: int, widths: list[int], depth: int) -> tuple[tune.Config, int]:
     return config, min([1, *(n for n in range(2, _PARTS + 1) if depth % (n * step) == 0)], key=cost)
 
 
-def _tiles(rows: int, widths: list[int], config: tune.Config) -> int:
+def tile_count(rows: int, widths: list[int], config: tune.Config) -> int:
     across = sum(triton.cdiv(width, config.tiles["COLUMNS"]) for width in widths)
     return 2 * triton.cdiv(rows, config.tiles["ROWS"]) * across
 
@@ -666,168 +667,219 @@ def unsupported(x: Tensor, norm_weight: Tensor, kind: str, hadamard: bool, **_: 
     return (None if kind == "none" else quantise.only_int8(kind)) or tiling.not_multiplied(x=x)
 
 
-def forward(
-    x: Tensor,
-    wkv: Tensor,
-    wgate: Tensor,
-    state_cache: Tensor,
-    ape: Tensor,
-    norm_weight: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    rope_head_dim: int,
-    cmp_ratio: int,
-    state_block_table: Tensor,
-    cu_seqlens: Tensor | None,
-    seqused: Tensor | None,
-    start_pos: Tensor | None,
-    coff: int,
-    norm_eps: float,
-    rotary_mode: int,
-    cache_mode: int,
-    cmp_cache: Tensor | None,
-    cmp_scale_cache: Tensor | None,
-    cmp_block_table: Tensor | None,
-    kind: str,
-    hadamard: bool,
-    hadamard_round: str,
-    return_cmp_kv: bool,
-    second: Own | None = None,
-) -> Tensor:
-    """`second`: of another compressor of these tokens, as `joined` wants it; of what it makes only
-    the pages."""
-    size, shape = norm_weight.shape[0], compressed.rows(x, cu_seqlens, cmp_ratio)
-    out = memory.empty((*shape, size) if return_cmp_kv else (0,), x.dtype, x.device)
-    requests = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    flat = x.reshape(-1, x.shape[-1])
-    rows, depth = flat.shape
-    if rows * requests * size == 0:
-        return out.zero_()
-    first = Own(wkv, wgate, state_cache, ape, norm_weight, cmp_cache, cmp_scale_cache)
-    owns = [first] if second is None else [first, second]
-    sizes_of = [own.norm_weight.shape[0] for own in owns]
-    widths = [coff * each for each in sizes_of]
-    config, parts = _cut(rows, widths, depth)
-    height, across, step = (config.tiles[name] for name in ("ROWS", "COLUMNS", "DEPTH"))
-    product = memory.empty((parts, rows, 2 * sum(widths)), torch.float32, x.device)
-    project[(min(parts * _tiles(rows, widths, config), cores.cube()),)](
-        flat,
-        wkv,
-        wgate,
-        None if second is None else second.wkv,
-        None if second is None else second.wgate,
-        product,
-        widths[0],
-        sum(widths[1:]),
-        rows,
-        depth,
-        parts,
-        flat.stride(0),
-        wkv.stride(0),
-        wgate.stride(0),
-        0 if second is None else second.wkv.stride(0),
-        0 if second is None else second.wgate.stride(0),
-        product.stride(0),
-        WHOLE_M=rows % height == 0,
-        WHOLE_N=all(width % across == 0 for width in widths),
-        WHOLE_K=depth % step == 0,
-        **config.keywords,
-    )
+class Call:
+    """Of a compressor, or of two of the same tokens: what each launch takes besides its tiles.
 
-    packed = cu_seqlens is not None
-    given = dict(bounds=cu_seqlens, used=seqused, starts=start_pos)
-    if packed:
-        given["bounds"] = ragged.int32(cu_seqlens)
-    sizes = dict(
-        tokens=rows if packed else x.shape[1], requests=requests, ratio=cmp_ratio, PACKED=packed
-    )
-    entries = torch.Size(shape).numel()
-    of_sums = dict(
-        ape=ape,
-        next_ape=None if second is None else second.ape,
-        size=size,
-        next_size=sum(sizes_of[1:]),
-        parts=parts,
-        out_part=product.stride(0),
-        COFF=coff,
-    )
-    stateful = state_cache.numel() * state_block_table.numel() > 0
-    of_state = dict(
-        state=state_cache if stateful else None,
-        next_state=second.state_cache if stateful and second is not None else None,
-        table=state_block_table,
-        state_page=state_cache.stride(0),
-        next_state_page=0 if second is None else second.state_cache.stride(0),
-        table_row=state_block_table.stride(0),
-        columns=state_block_table.shape[1],
-        pages=state_cache.shape[0],
-        page=state_cache.shape[1],
-        RING=cache_mode == compressed.RING,
-    )
-    pooled = memory.empty((entries, sum(sizes_of)), torch.float32, x.device)
-    each = max(shape[-1], 1)
-    storing = [_stores(own, cmp_block_table) for own in owns]
-    if entries and (return_cmp_kv or any(storing)):
-        config = tune.at_least("compressor.pool", "ROWS", min(cmp_ratio, 16))
-        tiles = sum(triton.cdiv(size, config.tiles["CHANNELS"]) for size in sizes_of)
-        pool[(min(entries * tiles, cores.vector()),)](
-            product,
-            out=pooled,
-            each=each,
-            rows=entries,
-            **given,
-            **sizes,
-            **of_sums,
-            **of_state,
-            **config.keywords,
+    `second`: as `joined` wants it; of what it makes only the pages.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        wkv: Tensor,
+        wgate: Tensor,
+        state_cache: Tensor,
+        ape: Tensor,
+        norm_weight: Tensor,
+        rope_sin: Tensor,
+        rope_cos: Tensor,
+        rope_head_dim: int,
+        cmp_ratio: int,
+        state_block_table: Tensor,
+        cu_seqlens: Tensor | None,
+        seqused: Tensor | None,
+        start_pos: Tensor | None,
+        coff: int,
+        norm_eps: float,
+        rotary_mode: int,
+        cache_mode: int,
+        cmp_cache: Tensor | None,
+        cmp_scale_cache: Tensor | None,
+        cmp_block_table: Tensor | None,
+        return_cmp_kv: bool,
+        second: Own | None = None,
+        **_: Any,
+    ) -> None:
+        size, shape = norm_weight.shape[0], compressed.rows(x, cu_seqlens, cmp_ratio)
+        self.returned = return_cmp_kv
+        self.out = memory.empty((*shape, size) if return_cmp_kv else (0,), x.dtype, x.device)
+        self.flat = x.reshape(-1, x.shape[-1])
+        self.rows, self.depth = self.flat.shape
+        packed = cu_seqlens is not None
+        requests = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.nothing = self.rows * requests * size == 0
+        first = Own(wkv, wgate, state_cache, ape, norm_weight, cmp_cache, cmp_scale_cache)
+        self.owns = [first] if second is None else [first, second]
+        self.sizes = [own.norm_weight.shape[0] for own in self.owns]
+        self.widths = [coff * each for each in self.sizes]
+        self.ratio, self.entries = cmp_ratio, torch.Size(shape).numel()
+        self.pooled = memory.empty((self.entries, sum(self.sizes)), torch.float32, x.device)
+        self.stateful = state_cache.numel() * state_block_table.numel() > 0
+        self.storing = [_stores(own, cmp_block_table) for own in self.owns]
+        self._each = max(shape[-1], 1)
+        self._tokens = dict(
+            bounds=None if cu_seqlens is None else ragged.int32(cu_seqlens),
+            used=seqused,
+            starts=start_pos,
+            tokens=self.rows if packed else x.shape[1],
+            requests=requests,
+            ratio=cmp_ratio,
+            PACKED=packed,
+        )
+        self._states = dict(
+            ape=ape,
+            next_ape=None if second is None else second.ape,
+            size=size,
+            next_size=sum(self.sizes[1:]),
+            COFF=coff,
+            state=state_cache if self.stateful else None,
+            next_state=second.state_cache if self.stateful and second is not None else None,
+            table=state_block_table,
+            state_page=state_cache.stride(0),
+            next_state_page=0 if second is None else second.state_cache.stride(0),
+            table_row=state_block_table.stride(0),
+            columns=state_block_table.shape[1],
+            pages=state_cache.shape[0],
+            page=state_cache.shape[1],
+            RING=cache_mode == compressed.RING,
         )
         sin, cos = (angles.flatten(0, -2) for angles in (rope_sin, rope_cos))
         if sin.stride(0) != cos.stride(0):
             sin, cos = sin.contiguous(), cos.contiguous()
         pairs = rotary_mode == compressed.PAIRS
-        for own, stores, of_own in zip(owns, storing, pooled.split(sizes_of, 1), strict=True):
-            returned = out if return_cmp_kv and own is first else None
+        table = cmp_block_table
+        self._turning = dict(
+            sin=sin,
+            cos=cos,
+            angle_row=sin.stride(0),
+            epsilon=norm_eps,
+            ROTARY=rope_head_dim,
+            PAIRS=pairs,
+            FULL=pairs and sin.shape[-1] == rope_head_dim,
+            table=table,
+            table_row=0 if table is None else table.stride(0),
+            columns=0 if table is None else table.shape[1],
+        )
+
+    def cut(self) -> tuple[tune.Config, int]:
+        return _cut(self.rows, self.widths, self.depth)
+
+    def sums(self, parts: int) -> Tensor:
+        shape = (parts, self.rows, 2 * sum(self.widths))
+        return memory.empty(shape, torch.float32, self.flat.device)
+
+    def projecting(self, product: Tensor, first: int = 0) -> dict[str, Any]:
+        """`first`: the core that takes the first tile."""
+        own, *others = self.owns
+        second = others[0] if others else None
+        return dict(
+            x=self.flat,
+            wkv=own.wkv,
+            wgate=own.wgate,
+            next_kv=None if second is None else second.wkv,
+            next_gate=None if second is None else second.wgate,
+            out=product,
+            width=self.widths[0],
+            next_width=sum(self.widths[1:]),
+            first=first,
+            rows=self.rows,
+            depth=self.depth,
+            parts=product.shape[0],
+            x_row=self.flat.stride(0),
+            kv_row=own.wkv.stride(0),
+            gate_row=own.wgate.stride(0),
+            next_kv_row=0 if second is None else second.wkv.stride(0),
+            next_gate_row=0 if second is None else second.wgate.stride(0),
+            out_part=product.stride(0),
+        )
+
+    def pooling(self, product: Tensor) -> dict[str, Any]:
+        own = dict(out=self.pooled, each=self._each, rows=self.entries)
+        return self._of_sums(product) | own
+
+    def pooled_tiles(self, config: tune.Config) -> int:
+        return self.entries * sum(triton.cdiv(n, config.tiles["CHANNELS"]) for n in self.sizes)
+
+    def finishing(self) -> list[dict[str, Any]]:
+        """Of each that returns or stores anything."""
+        found = []
+        pooled = self.pooled.split(self.sizes, 1)
+        for own, stores, of_own in zip(self.owns, self.storing, pooled, strict=True):
+            returned = self.out if self.returned and own is self.owns[0] else None
             if returned is None and not stores:
                 continue
-            values, scales = (
-                own.cmp_cache if stores else None,
-                own.cmp_scale_cache if stores else None,
-            )
-            finish[(min(entries, cores.vector()),)](
-                of_own,
-                own.norm_weight,
-                sin,
-                cos,
-                out=returned,
-                values=values,
-                scales=scales,
-                table=cmp_block_table,
-                each=each,
-                rows=entries,
-                pooled_row=pooled.stride(0),
-                angle_row=sin.stride(0),
-                epsilon=norm_eps,
+            values = own.cmp_cache if stores else None
+            scales = own.cmp_scale_cache if stores else None
+            cached = dict(
                 values_page=0 if values is None else values.stride(0),
                 scales_page=0 if scales is None else scales.stride(0),
-                table_row=0 if cmp_block_table is None else cmp_block_table.stride(0),
-                columns=0 if cmp_block_table is None else cmp_block_table.shape[1],
                 pages=0 if values is None else values.shape[0],
                 page=1 if values is None else values.shape[1],
-                SIZE=own.norm_weight.shape[0],
-                ROTARY=rope_head_dim,
-                PAIRS=pairs,
-                FULL=pairs and sin.shape[-1] == rope_head_dim,
-                **given,
-                **sizes,
-                **tune.only("compressor.finish").keywords,
             )
-    if stateful:
-        config = tune.only("compressor.keep")
-        tiles = sum(triton.cdiv(width, config.tiles["WIDTH"]) for width in widths)
-        keep[(min(rows * tiles, cores.vector()),)](
-            product, rows=rows, **given, **sizes, **of_sums, **of_state, **config.keywords
+            found.append(
+                self._tokens
+                | self._turning
+                | cached
+                | dict(
+                    pooled=of_own,
+                    gamma=own.norm_weight,
+                    out=returned,
+                    values=values,
+                    scales=scales,
+                    each=self._each,
+                    rows=self.entries,
+                    pooled_row=self.pooled.stride(0),
+                    SIZE=own.norm_weight.shape[0],
+                )
+            )
+        return found
+
+    def keeping(self, product: Tensor) -> dict[str, Any]:
+        return self._of_sums(product) | dict(rows=self.rows)
+
+    def kept_tiles(self, config: tune.Config) -> int:
+        return self.rows * sum(triton.cdiv(n, config.tiles["WIDTH"]) for n in self.widths)
+
+    def _of_sums(self, product: Tensor) -> dict[str, Any]:
+        sums = dict(product=product, parts=product.shape[0], out_part=product.stride(0))
+        return self._tokens | self._states | sums
+
+
+def projected(call: Call, config: tune.Config) -> dict[str, bool]:
+    """Which tiles of `project` are whole."""
+    height, across, step = (config.tiles[name] for name in ("ROWS", "COLUMNS", "DEPTH"))
+    return dict(
+        WHOLE_M=call.rows % height == 0,
+        WHOLE_N=all(width % across == 0 for width in call.widths),
+        WHOLE_K=call.depth % step == 0,
+    )
+
+
+def forward(**arguments: Any) -> Tensor:
+    call = Call(**arguments)
+    if call.nothing:
+        return call.out.zero_()
+    config, parts = call.cut()
+    product = call.sums(parts)
+    tiles = parts * tile_count(call.rows, call.widths, config)
+    project[(min(tiles, cores.cube()),)](
+        **call.projecting(product), **projected(call, config), **config.keywords
+    )
+    if call.entries and (call.returned or any(call.storing)):
+        config = tune.at_least("compressor.pool", "ROWS", call.ratio)
+        pool[(min(call.pooled_tiles(config), cores.vector()),)](
+            **call.pooling(product), **config.keywords
         )
-    return out
+        for given in call.finishing():
+            finish[(min(call.entries, cores.vector()),)](
+                **given, **tune.only("compressor.finish").keywords
+            )
+    if call.stateful:
+        config = tune.only("compressor.keep")
+        keep[(min(call.kept_tiles(config), cores.vector()),)](
+            **call.keeping(product), **config.keywords
+        )
+    return call.out
 
 
 def _stores(own: Own, table: Tensor | None) -> bool:

@@ -53,11 +53,12 @@ def _query_norms(
     g = tl.load(gamma + d, mask=d < size, other=0.0).to(tl.float32)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         _, position = standing(act_seqs, seqused, row, steps, USED)
-        v = _summed_to(x + row.to(tl.int64) * x_row, d, size, parts, part)
+        there = tl.where(position >= 0, size, 0)
+        v = _summed_to(x + row.to(tl.int64) * x_row, d, there, parts, part)
         v = v.to(dtype).to(tl.float32)
-        scale = 1.0 / tl.sqrt(tl.sum(v * v, 0) / size + epsilon)
-        normed = tl.where(position >= 0, v * scale * g, 0.0)
-        tl.store(out + row.to(tl.int64) * size + d, normed.to(dtype), mask=d < size)
+        least = tl.where(position >= 0, epsilon, 1.0)
+        scale = 1.0 / tl.sqrt(tl.sum(v * v, 0) / size + least)
+        tl.store(out + row.to(tl.int64) * size + d, (v * scale * g).to(dtype), mask=d < size)
 
 
 @triton.jit
@@ -138,7 +139,8 @@ def _head_weights(
     w = tl.arange(0, HEADS)
     for row in range(turn(first), rows, tl.num_programs(0)):
         _, position = standing(act_seqs, seqused, row, steps, USED)
-        v = tl.where(position >= 0, _summed(x + row.to(tl.int64) * x_row, w, parts, part), 0.0)
+        there = tl.where(position >= 0, HEADS, 0)
+        v = _summed_to(x + row.to(tl.int64) * x_row, w, there, parts, part)
         tl.store(out + row.to(tl.int64) * HEADS + w, v.to(out.dtype.element_ty))
 
 
@@ -390,90 +392,125 @@ def _index(w_idx_qb: Tensor, w_idx_proj: Tensor, weight_format: str) -> tuple[in
     return heads, nz.columns_of(w_idx_qb, weight_format) // heads
 
 
-def forward(
-    token_x: Tensor,
-    w_dq: Tensor,
-    w_uq: Tensor,
-    w_kv: Tensor,
-    gamma_cq: Tensor,
-    gamma_kv: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    ori_kv: Tensor,
-    ori_block_table: Tensor,
-    act_seqs: Tensor,
-    seqused: Tensor | None,
-    w_idx_qb: Tensor | None,
-    w_idx_proj: Tensor | None,
-    rms_norm_eps: float,
-    weight_format: str,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    requests, steps, hidden = token_x.shape
-    rows, dtype, device = requests * steps, token_x.dtype, token_x.device
-    rank, size, rotary = gamma_cq.shape[0], gamma_kv.shape[0], rope_sin.shape[-1]
-    heads = nz.columns_of(w_uq, weight_format) // size
-    index_heads = index_size = 0
-    of_x, index_shape = [(w_dq, rank), (w_kv, size)], [[0], [0]]
-    if w_idx_qb is not None and w_idx_proj is not None:
-        index_heads, index_size = _index(w_idx_qb, w_idx_proj, weight_format)
-        of_x.append((w_idx_proj, index_heads))
-        index_shape = [[requests, steps, index_heads, index_size], [requests, steps, index_heads]]
-    query = memory.empty((requests, steps, heads, size), dtype, device)
-    query_norm = memory.empty((requests, steps, rank), dtype, device)
-    query_index, weights = (memory.empty(shape, dtype, device) for shape in index_shape)
-    if rows == 0:
-        return query, query_norm, query_index, weights
-    sums = product.in_parts(token_x.view(rows, hidden), of_x, weight_format)
-    given = dict(
-        sin=rope_sin,
-        cos=rope_cos,
-        act_seqs=act_seqs,
-        seqused=act_seqs if seqused is None else seqused,
-        rows=rows,
-        steps=steps,
-        epsilon=rms_norm_eps,
-        SIZE=size,
-        ROTARY=rotary,
-        USED=seqused is not None,
+class Call:
+    """Of a prolog: its outputs, and what each launch takes besides its tiles."""
+
+    def __init__(
+        self,
+        token_x: Tensor,
+        w_dq: Tensor,
+        w_uq: Tensor,
+        w_kv: Tensor,
+        gamma_cq: Tensor,
+        gamma_kv: Tensor,
+        rope_sin: Tensor,
+        rope_cos: Tensor,
+        ori_kv: Tensor,
+        ori_block_table: Tensor,
+        act_seqs: Tensor,
+        seqused: Tensor | None,
+        w_idx_qb: Tensor | None,
+        w_idx_proj: Tensor | None,
+        rms_norm_eps: float,
+        weight_format: str,
+        **_: Any,
+    ) -> None:
+        requests, steps, hidden = token_x.shape
+        dtype, device = token_x.dtype, token_x.device
+        self.rows = rows = requests * steps
+        self.rank, self.size = gamma_cq.shape[0], gamma_kv.shape[0]
+        self.heads = nz.columns_of(w_uq, weight_format) // self.size
+        self.index_heads = self.index_size = 0
+        self.x, self.weight_format = token_x.view(rows, hidden), weight_format
+        self.of_x, index_shape = [(w_dq, self.rank), (w_kv, self.size)], [[0], [0]]
+        if w_idx_qb is not None and w_idx_proj is not None:
+            self.index_heads, self.index_size = _index(w_idx_qb, w_idx_proj, weight_format)
+            self.of_x.append((w_idx_proj, self.index_heads))
+            front = [requests, steps, self.index_heads]
+            index_shape = [[*front, self.index_size], front]
+        self.query = memory.empty((requests, steps, self.heads, self.size), dtype, device)
+        self.query_norm = memory.empty((requests, steps, self.rank), dtype, device)
+        self.query_index, self.weights = (memory.empty(x, dtype, device) for x in index_shape)
+        self.of_c = [(w_uq, self.query.view(rows, self.heads * self.size))]
+        if w_idx_qb is not None:
+            width = self.index_heads * self.index_size
+            self.of_c.append((w_idx_qb, self.query_index.view(rows, width)))
+        self._given = dict(
+            sin=rope_sin,
+            cos=rope_cos,
+            act_seqs=act_seqs,
+            seqused=act_seqs if seqused is None else seqused,
+            rows=rows,
+            steps=steps,
+            epsilon=rms_norm_eps,
+            SIZE=self.size,
+            ROTARY=rope_sin.shape[-1],
+            USED=seqused is not None,
+        )
+        columns = ori_block_table.shape[1]
+        self._window = dict(
+            table=ori_block_table if columns else act_seqs,
+            columns=columns,
+            pages=ori_kv.shape[0],
+            page=ori_kv.shape[1],
+            page_step=ori_kv.stride(0),
+            gamma_kv=gamma_kv,
+            cache=ori_kv,
+        )
+        self._gamma_cq = gamma_cq
+
+    @property
+    def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.query, self.query_norm, self.query_index, self.weights
+
+    @property
+    def passes(self) -> int:
+        return 3 if self.index_heads else 2
+
+    def of_tokens(self, sums: Tensor) -> dict[str, Any]:
+        """`sums` [parts, rows, columns of all]."""
+        own = dict(
+            x=sums,
+            x_row=sums.shape[2],
+            parts=sums.shape[0],
+            rank=self.rank,
+            gamma_cq=self._gamma_cq,
+            query_norm=self.query_norm,
+            weights=self.weights,
+            HEADS=self.index_heads,
+        )
+        return self._given | self._window | own
+
+    def multiply(self) -> None:
+        """The query latents."""
+        latents = self.query_norm.view(self.rows, self.rank)
+        product.weights(latents, self.of_c, self.weight_format)
+
+    def of_heads(self) -> dict[str, Any]:
+        return self._given | dict(
+            query=self.query,
+            to_query=self.query,
+            index=self.query_index,
+            to_index=self.query_index,
+            heads=self.heads,
+            index_heads=self.index_heads,
+            INDEX=self.index_size,
+        )
+
+    def head_tiles(self, config: tune.Config) -> int:
+        tile = config.tiles["HEAD_TILE"]
+        return self.rows * (-(-self.heads // tile) + -(-self.index_heads // tile))
+
+
+def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = Call(**arguments)
+    if call.rows == 0:
+        return call.outputs
+    sums = product.in_parts(call.x, call.of_x, call.weight_format)
+    of_tokens[(min(call.passes * call.rows, cores.vector()),)](
+        **call.of_tokens(sums), **tune.only("sharedkv_prolog_pto.of_tokens", call.size).keywords
     )
-    columns = ori_block_table.shape[1]
-    passes = 3 if index_heads else 2
-    of_tokens[(min(passes * rows, cores.vector()),)](
-        sums,
-        table=ori_block_table if columns else act_seqs,
-        x_row=sums.shape[2],
-        parts=sums.shape[0],
-        rank=rank,
-        columns=columns,
-        pages=ori_kv.shape[0],
-        page=ori_kv.shape[1],
-        page_step=ori_kv.stride(0),
-        gamma_cq=gamma_cq,
-        query_norm=query_norm,
-        gamma_kv=gamma_kv,
-        cache=ori_kv,
-        weights=weights,
-        HEADS=index_heads,
-        **given,
-        **tune.only("sharedkv_prolog_pto.of_tokens", size).keywords,
-    )
-    of_c = [(w_uq, query.view(rows, heads * size))]
-    if w_idx_qb is not None:
-        of_c.append((w_idx_qb, query_index.view(rows, index_heads * index_size)))
-    product.weights(query_norm.view(rows, rank), of_c, weight_format)
-    config = tune.only("sharedkv_prolog_pto.of_heads", size, index_size)
-    tile = config.tiles["HEAD_TILE"]
-    works = rows * (-(-heads // tile) + -(-index_heads // tile))
-    of_heads[(min(works, cores.vector()),)](
-        query,
-        query,
-        query_index,
-        query_index,
-        heads=heads,
-        index_heads=index_heads,
-        INDEX=index_size,
-        **given,
-        **config.keywords,
-    )
-    return query, query_norm, query_index, weights
+    call.multiply()
+    config = tune.only("sharedkv_prolog_pto.of_heads", call.size, call.index_size)
+    of_heads[(min(call.head_tiles(config), cores.vector()),)](**call.of_heads(), **config.keywords)
+    return call.outputs

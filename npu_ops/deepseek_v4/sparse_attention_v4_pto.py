@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...dispatch.common import layer_v4
@@ -19,6 +20,7 @@ from ..caches import quantize_index_query
 from ..common import tune
 from ..indexer import lightning_indexer, quant_lightning_indexer
 from . import (
+    before_attention,
     compressor,
     grouped_o_proj_pto,
     kv_quant_sparse_attn_sharedkv,
@@ -51,18 +53,51 @@ STAGES = layer_v4.Stages(
 
 
 class _Layer(layer_v4.Layer):
+    def run(self, stages: layer_v4.Stages) -> Tensor:
+        """What comes before the attention in launches of several stages, where there is a token,
+        and all that is made of entries has its place."""
+        prolog = sharedkv_prolog_pto.Call(**self.of_prolog())
+        compressing = self._compressing()
+        together = prolog.rows * prolog.heads > 0 and self.ori_kv.numel() > 0
+        if compressing is not None:
+            together &= compressing.stateful and all(compressing.storing)
+            together &= self.idx_k is None or len(compressing.owns) == 2
+        if not together:
+            return super().run(stages)
+        indices = None
+        if self.idx_k is not None:
+            indices = self.x.new_empty((*self.x.shape[:2], 1, self.sparse_count), dtype=torch.int32)
+        sees = sparse_attn_sharedkv.Seen(**self.of_attention(prolog.query, indices))
+        tune.stage(before_attention.launch, prolog, compressing, sees)
+        if self.idx_k is not None:
+            indices = self._selected(stages, prolog.query_index, prolog.weights)
+        of_attention = self.of_attention(prolog.query, indices)
+        out = stages.sparse_attn_sharedkv(**of_attention, plan=sees.plan)[0]
+        return self._output(stages, out)
+
     def compress(self, stages: layer_v4.Stages) -> None:
         """Entries and index keys in the same launches."""
-        if self.idx_k is None:
-            return super().compress(stages)
         start = self.starts()
-        entries, keys = self.of_entries(start), self.of_index_keys(start)
-        both = [
-            compressor.Own(*(x[name] for name in compressor.Own._fields)) for x in (entries, keys)
-        ]
-        if not compressor.joined(*both):
+        second = self._second(start)
+        if self.idx_k is not None and second is None:
             return super().compress(stages)
-        stages.compressor(**entries, second=both[1])
+        stages.compressor(**self.of_entries(start), second=second)
+
+    def _compressing(self) -> compressor.Call | None:
+        if self.cmp_kv is None:
+            return None
+        start = self.starts()
+        return compressor.Call(**self.of_entries(start), second=self._second(start))
+
+    def _second(self, start: Tensor) -> compressor.Own | None:
+        """The index keys' compressor, if it may be one launch with the entries'."""
+        if self.idx_k is None:
+            return None
+        both = [
+            compressor.Own(*(x[name] for name in compressor.Own._fields))
+            for x in (self.of_entries(start), self.of_index_keys(start))
+        ]
+        return both[1] if compressor.joined(*both) else None
 
 
 def unsupported(**arguments: Any) -> str | None:

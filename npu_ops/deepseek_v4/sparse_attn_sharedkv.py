@@ -668,95 +668,115 @@ def unsupported(
     return None
 
 
+class Seen:
+    """What the tokens of a call see: both sources, and what `note` takes besides its tiles."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        ori_kv: Tensor,
+        cmp_kv: Tensor | None,
+        ori_sparse_indices: Tensor | None,
+        cmp_sparse_indices: Tensor | None,
+        ori_block_table: Tensor | None,
+        cmp_block_table: Tensor | None,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_ori_kv: Tensor | None,
+        cu_seqlens_cmp_kv: Tensor | None,
+        seqused_q: Tensor | None,
+        seqused_kv: Tensor | None,
+        cmp_ratio: int,
+        ori_win_left: int,
+        layout_kv: str,
+        indices_are_slots: bool,
+        ori_topk_length: Tensor | None,
+        cmp_topk_length: Tensor | None,
+        **_: Any,
+    ) -> None:
+        *batch, tokens, _heads, _size = q.shape
+        self.rows = tokens
+        self.requests = 1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        if batch:
+            self.requests, self.rows = batch[0], batch[0] * tokens
+        slots = indices_are_slots
+        ori_index = ori_sparse_indices if slots else None
+        window = ori_win_left + 1
+        self.near = near = _source(
+            ori_kv, ori_block_table, ori_index, ori_topk_length, window, slots, q
+        )
+        self.far = far = _source(
+            cmp_kv, cmp_block_table, cmp_sparse_indices, cmp_topk_length, None, slots, q
+        )
+        self.nothing = near.count + (far.count if slots else 0) == 0
+        self.far_at = (near.count + 2 * SPAN.value - 2) // SPAN.value
+        self.width = 2 * (HEAD.value + self.far_at + far.runs)
+        self.plan = memory.empty((self.rows, self.width), torch.int32, q.device)
+        none = torch.empty(0, dtype=torch.int32, device=q.device)
+        lengths = dict(
+            sums=cu_seqlens_q,
+            used_q=seqused_q,
+            used_kv=None if slots else seqused_kv,
+            ori_sums=None if slots else cu_seqlens_ori_kv,
+            cmp_sums=None if slots else cu_seqlens_cmp_kv,
+        )
+        self.noting = dict(
+            plan=self.plan,
+            **{n: none if x is None else ragged.int32(x) for n, x in lengths.items()},
+            ori_table=near.table,
+            cmp_table=far.table,
+            tokens=tokens,
+            requests=self.requests,
+            width=self.width,
+            window=near.count,
+            ratio=max(cmp_ratio, 1),
+            ori_reach=_reach(ori_kv, ori_block_table),
+            cmp_reach=0 if cmp_kv is None else _reach(cmp_kv, cmp_block_table),
+            ori_stride=near.table.stride(0),
+            cmp_stride=far.table.stride(0),
+            ori_pages=near.pages,
+            cmp_pages=far.pages,
+            ori_page=near.page,
+            cmp_page=far.page,
+            ori_page_rows=near.page_rows,
+            cmp_page_rows=far.page_rows,
+            Q_TND=cu_seqlens_q is not None,
+            Q_LENGTHS=seqused_q is not None,
+            KEYS=IN_SLOTS.value if slots else _KEYS[layout_kv],
+            K_LENGTHS=seqused_kv is not None and not slots,
+            NEAR=near.how,
+            FAR=far.how,
+        )
+
+
 def forward(
     q: Tensor,
-    ori_kv: Tensor,
-    cmp_kv: Tensor | None,
-    ori_sparse_indices: Tensor | None,
-    cmp_sparse_indices: Tensor | None,
-    ori_block_table: Tensor | None,
-    cmp_block_table: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_ori_kv: Tensor | None,
-    cu_seqlens_cmp_kv: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_kv: Tensor | None,
     sinks: Tensor | None,
     softmax_scale: float | None,
-    cmp_ratio: int,
-    ori_win_left: int,
     layout_kv: str,
     return_softmax_lse: bool,
-    indices_are_slots: bool,
-    ori_topk_length: Tensor | None,
-    cmp_topk_length: Tensor | None,
-    **_: Any,
+    plan: Tensor | None = None,
+    **seen: Any,
 ) -> tuple[Tensor, Tensor]:
+    """`plan`: what `note` has made for these arguments already."""
     *batch, length, heads, size = q.shape
     device = q.device
     out = memory.empty(q.shape, q.dtype, device)
     lse = memory.empty([*batch, 1, length, heads], torch.float32, device)
     returned = lse if return_softmax_lse else lse.new_empty([0])
     flat = q.flatten(0, -3)
-    rows = tokens = flat.shape[0]
-    requests = 1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    if batch:
-        requests, tokens = batch[0], length
-    none = torch.empty(0, dtype=torch.int32, device=device)
-    slots = indices_are_slots
-    near = _source(
-        ori_kv,
-        ori_block_table,
-        ori_sparse_indices if slots else None,
-        ori_topk_length,
-        ori_win_left + 1,
-        slots,
-        q,
-    )
-    far = _source(cmp_kv, cmp_block_table, cmp_sparse_indices, cmp_topk_length, None, slots, q)
-    seen = near.count if not slots else near.count + far.count
-    if rows * heads == 0 or requests == 0 or seen == 0:
+    sees = Seen(q, layout_kv=layout_kv, **seen)
+    rows, near, far = sees.rows, sees.near, sees.far
+    if rows * heads == 0 or sees.requests == 0 or sees.nothing:
         out.zero_(), lse.fill_(-torch.inf)
         return out, returned
 
-    span = SPAN.value
-    far_at = (near.count + 2 * span - 2) // span
-    half = HEAD.value + far_at + far.runs
-    plan = memory.empty((rows, 2 * half), torch.int32, device)
-    lengths = [
-        none if x is None or (slots and i > 1) else ragged.int32(x)
-        for i, x in enumerate(
-            (cu_seqlens_q, seqused_q, seqused_kv, cu_seqlens_ori_kv, cu_seqlens_cmp_kv)
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    span, far_at, half = SPAN.value, sees.far_at, sees.width // 2
+    if plan is None:
+        plan = sees.plan
+        note[(min(rows, cores.vector()),)](
+            **sees.noting, **tune.only("sparse_attn_sharedkv.note").keywords
         )
-    ]
-    note[(min(rows, cores.vector()),)](
-        plan,
-        *lengths,
-        near.table,
-        far.table,
-        tokens,
-        requests,
-        2 * half,
-        near.count,
-        max(cmp_ratio, 1),
-        _reach(ori_kv, ori_block_table),
-        0 if cmp_kv is None else _reach(cmp_kv, cmp_block_table),
-        near.table.stride(0),
-        far.table.stride(0),
-        near.pages,
-        far.pages,
-        near.page,
-        far.page,
-        near.page_rows,
-        far.page_rows,
-        Q_TND=cu_seqlens_q is not None,
-        Q_LENGTHS=seqused_q is not None,
-        KEYS=IN_SLOTS.value if slots else _KEYS[layout_kv],
-        K_LENGTHS=seqused_kv is not None and not slots,
-        NEAR=near.how,
-        FAR=far.how,
-        **tune.only("sparse_attn_sharedkv.note").keywords,
-    )
     weighing = two_passes.weighing("sparse_attn_sharedkv", heads, size)
     head_tile, key_tile = weighing.tiles["HEAD_TILE"], weighing.tiles["KEY_TILE"]
     padded, wide = tiling.up(heads, head_tile), (half - HEAD.value) * span

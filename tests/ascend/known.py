@@ -101,6 +101,9 @@ _SCALAR = {
     "chunk_kda_grad.crosses": _CHUNK,
     "chunk_kda_grad.gates": _CHUNK,
     "compressor.finish": "the window and the page of an entry, whose row moves in bulk",
+    "before_attention.tokens": "what a token sees, a few numbers each",
+    "before_attention.heads": "the window and the page of an entry, the page of a token, a tile of"
+    " heads' length, whose rows move in bulk",
     "compressor.keep": "the request and the page of a token, whose state moves in bulk",
 }
 # the state of a chunk is needed by the next one: nothing runs ahead
@@ -195,6 +198,11 @@ _TIGHT = (
         "tight",
         "a query latent of 2048 and its int8 form; where it did not fit, memory would be shared",
         tiles=(("MOST", 2048),),
+    ),
+    Known(
+        "before_attention.heads",
+        "tight",
+        "heads of 512 and index keys beside them; half of the heads take half as long again",
     ),
     *(
         Known(

@@ -226,15 +226,15 @@ CONTROLS = (
     Control(
         "no epsilon under a query latent",
         OP[4:],
-        "/ size + epsilon",
-        "/ size + 1e-30",
+        "least = tl.where(position >= 0, epsilon,",
+        "least = tl.where(position >= 0, 1e-30,",
         "tiny rows, a large epsilon",
     ),
     Control(
         "weights of tokens that are not there",
         OP[4:],
-        "v = tl.where(position >= 0, _summed(",
-        "v = tl.where(position >= -1, _summed(",
+        "there = tl.where(position >= 0, HEADS, 0)",
+        "there = tl.where(position >= -1, HEADS, 0)",
         "2 of 3 tokens there, uneven",
     ),
     Control(

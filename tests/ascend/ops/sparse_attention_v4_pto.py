@@ -210,6 +210,11 @@ CASES = (
         layer(CSA, [21, 7], [1, 2], 2, 4, mode=1, int8=True, index=(16, 128)),
     ),
     case("CSA, row-major weights", layer(CSA, [13, 6], None, 2, 4, form="nd")),
+    # the forms of more tokens
+    case("CSA, 20 requests", layer(CSA, [5] * 20, None, 1, 1, hidden=512, groups=1)),
+    case("HCA, 36 requests", layer(HCA, [127] * 36, None, 1, 1, ratio=128, groups=1)),
+    case("CSA, 36 requests", layer(CSA, [5] * 36, None, 1, 1, hidden=512, groups=1)),
+    case("CSA, 66 requests", layer(CSA, [5] * 66, None, 1, 1, groups=None), cores=(24,)),
     # the forms of the models' shards
     case("sliding, model sizes", layer(SLIDING, [9], None, 1, 8, groups=1, **MODEL), cores=(24,)),
     case(
@@ -256,10 +261,30 @@ CONTROLS = (
     Control(
         "begun anew behind its states",
         OP[4:],
-        "partial(tune.stage, function)",
-        "function",
+        "tune.stage(before_attention.launch, prolog,",
+        "before_attention.launch(prolog,",
         "CSA, a chunk longer than the ring",
         "refuse",
+    ),
+    *(
+        Control(title, "before_attention", old, new, "CSA, everything selected")
+        for title, old, new in (
+            (
+                "the first compressor's states alone",
+                'closing["keep"] = compressing.keeping(of_entries)',
+                'closing["keep"] = compressing.keeping(of_entries) | dict(next_size=0)',
+            ),
+            (
+                "index keys to no page",
+                "strict=False))",
+                "strict=False))\n        del closing['key']",
+            ),
+            (
+                "products of entries a part apart",
+                'entry_{name}": value for name, value in entry.items()}',
+                'entry_{name}": value for name, value in (entry | dict(width=64)).items()}',
+            ),
+        )
     ),
     Control(
         "index keys without ape",
@@ -270,4 +295,4 @@ CONTROLS = (
     ),
 )
 # of a call by the case's name
-LAUNCHES = {"sliding": 10, "HCA": 14, "CSA, everything selected": 18}
+LAUNCHES = {"sliding": 9, "HCA": 9, "CSA, everything selected": 12}
