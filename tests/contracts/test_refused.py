@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Which check refuses which spoiled argument: those of tests/support/refused.json, no others."""
+"""Which check refuses which spoiled argument: those of tests/records/generated/refused.json."""
 
 from __future__ import annotations
 

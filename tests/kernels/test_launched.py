@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """What CUDA launchers launch and how they cut a call, on five GPUs that are not there: what
-tests/support/launched.json and choices.json have, nothing else."""
+tests/records/generated/launched.json and choices.json have, nothing else."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ lines.py      which tests execute a statement, by a trace of the suite (.mutate/
 server.py     a process that has imported what takes long, and forks one for every attempt
 inside/       what every process below has: the mistake, or the trace
 reasons.py    why a mistake changes nothing that anybody could notice
-verdicts.json the test that noticed each; "" where none did
+../records/generated/verdicts.json   the test that noticed each; "" where none did
 
 The tree on disk stays as it is.  A mistake is noticed when a test that executes its statement fails
 or does not end; the one that did before is asked first, then those that noticed others of the same

@@ -26,7 +26,7 @@ from .lines import Map, Test, World
 from .reasons import reason
 from .server import Server
 
-VERDICTS = ROOT / "tests/mutate/verdicts.json"
+VERDICTS = ROOT / "tests/records/generated/verdicts.json"
 _LEAST = 0.95  # of those that change anything
 _COUNT = 600
 _FEW = 6  # tests at first

@@ -3,7 +3,7 @@
 """How the CUDA launchers cut a call: each choice over the size that it depends on, on GPUs that are
 not there.  The record has where it changes.
 
-python -m tests.support.choices     write tests/support/choices.json anew
+python -m tests.support.choices     write tests/records/generated/choices.json anew
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from custom.cuda_ops.sparse_attention.hopper import mla_consumers, sparse_flash_
 from ..portability.gpus import GPUS, KIB
 from .pretended_gpu import pretended
 
-RECORD = Path(__file__).with_suffix(".json")
+RECORD = Path(__file__).parents[1] / "records/generated/choices.json"
 CPU = torch.device("cpu")
 Choice = tuple[str, Callable[[int], Any], Iterable[int]]  # name, of a size, sizes
 

@@ -3,7 +3,7 @@
 """What the CUDA launchers launch, on GPUs that are not there: kernels, grids, tiles, and a digest
 of every pointer, stride and number beside them.
 
-python -m tests.support.launched          write tests/support/launched.json anew
+python -m tests.support.launched          write tests/records/generated/launched.json anew
 python -m tests.support.launched OP       print what OP launches now, in whole
 """
 
@@ -40,7 +40,7 @@ from .pretended_gpu import pretended
 from .refused import calls, words
 from .samples import sample
 
-RECORD = Path(__file__).with_suffix(".json")
+RECORD = Path(__file__).parents[1] / "records/generated/launched.json"
 CPU = torch.device("cpu")
 OPS = [spec for spec in SPECS if backends.has_kernel(backends.CUDA, spec)]
 BEYOND = (

@@ -3,7 +3,7 @@
 """Which sizes the CUDA launchers say no to, on an H100 that is not there: every dimension of every
 tensor, longer and longer.
 
-python -m tests.support.limits     write tests/support/limits.json anew
+python -m tests.support.limits     write tests/records/generated/limits.json anew
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .refused import calls, words
 
-RECORD = Path(__file__).with_suffix(".json")
+RECORD = Path(__file__).parents[1] / "records/generated/limits.json"
 _POWERS = (16, 32, 48, 64, 96, 128, 192, 256, 512, 576, 1024, 2**14, 2**15, 2**16, 2**30)
 _LAST = (2**31 - 2**14, 2**31 - 2**10, 2**31)
 _SIZES = sorted({n + d for n in (*_POWERS, *_LAST) for d in (-1, 0, 1)})

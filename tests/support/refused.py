@@ -2,7 +2,7 @@
 # Copyright the npu-custom-ops authors
 """Every argument of an op, spoiled in each of a few ways: which check speaks.
 
-python -m tests.support.refused     write tests/support/refused.json anew
+python -m tests.support.refused     write tests/records/generated/refused.json anew
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..fuzz.build import build
 from ..fuzz.draw import KIND, draw
 from .samples import sample
 
-RECORD = Path(__file__).with_suffix(".json")
+RECORD = Path(__file__).parents[1] / "records/generated/refused.json"
 CPU = torch.device("cpu")
 _DRAWS = 6
 _WORDS = 4  # behind the op's name: the argument and what is wrong with it
