@@ -198,6 +198,19 @@ def _of_shared_kv_gradients(x: Arguments, exact: Outputs, eps: float) -> dict[st
     return {n: eps * float(most) ** 0.5 for n, most in zip(names, [of_q, *sums], strict=True)}
 
 
+def _of_scores(x: Arguments, exact: Outputs, eps: float) -> dict[str, float]:
+    """Heads are summed in another order, in float32: a score is off by a rounding of its terms'
+    size.  A product of int8 is exact, of fp8 a sum itself."""
+    q, k = (x[name].double().flatten(0, -3) for name in ("query", "key"))
+    fp8 = x["query"].dtype is torch.float8_e4m3fn
+    dots = torch.einsum("tnd,pd->tnp", *((y.abs() if fp8 else y) for y in (q, k[:, 0]))).relu()
+    by = (x["weights"].double() * x["query_dequant_scale"].double()).abs().flatten(0, -2)
+    terms = torch.einsum("tnp,tn->tp", dots, by) * x["key_dequant_scale"].double().abs().flatten()
+    return {
+        "output 1": torch.finfo(torch.float32).eps * float(terms.max()) if terms.numel() else 0.0
+    }
+
+
 def _of_compressed_gradients(x: Arguments, exact: Outputs, eps: float) -> dict[str, float]:
     """A sum in another order is that of numbers a rounding off: what such a rounding of the inputs
     does in float64, where a norm of few channels cancels."""
@@ -224,6 +237,7 @@ _BEYOND = {
     ("npu_chunk_gated_delta_rule_grad", True): _of_delta_gradients,
     ("npu_chunk_kda_grad", True): _of_kda_gradients,
     ("npu_indexer_loss", False): _of_probabilities,
+    ("npu_quant_lightning_indexer_scores", True): _of_scores,
     ("npu_compressor_dense_grad", False): _of_compressed_gradients,
 }
 
