@@ -70,10 +70,12 @@ class _Layer(layer_v4.Layer):
         sees = sparse_attn_sharedkv.Seen(**self.of_attention(prolog.query, indices))
         tune.stage(before_attention.launch, prolog, compressing, sees)
         if self.idx_k is not None:
-            indices = self._selected(stages, prolog.query_index, prolog.weights)
+            indices = self.selected(stages, prolog.query_index, prolog.weights)
         of_attention = self.of_attention(prolog.query, indices)
         out = stages.sparse_attn_sharedkv(**of_attention, plan=sees.plan)[0]
-        return self._output(stages, out)
+        last, given = self.output(stages, out)
+        done: Tensor = last(**given)
+        return done
 
     def compress(self, stages: layer_v4.Stages) -> None:
         """Entries and index keys in the same launches."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import triton
+from custom.dispatch.register import overload
+from custom.dispatch.registry import BY_NAME
 from torch import Tensor
 
 from ..support import places
@@ -189,6 +191,8 @@ def _launched(choice: Choice) -> list[dict[str, Any]]:
     function = getattr(places.module(choice.file), choice.function)
     listed = inspect.signature(function).parameters.values()
     needed = [x.name for x in listed if x.kind is x.POSITIONAL_OR_KEYWORD and x.default is x.empty]
+    if any(x.kind is x.VAR_KEYWORD for x in listed):  # the op's arguments
+        needed += [x.name for x in overload(BY_NAME[f"npu_{choice.file}"])._schema.arguments]
     driver.install()
     run = triton.JITFunction.run
     triton.JITFunction.run = noted
