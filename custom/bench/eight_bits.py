@@ -16,9 +16,17 @@ from torch import Tensor
 from ..dispatch.common import quantised
 from ..dispatch.common.nz import to_nz
 from . import sparse_attention
-from .case import Arguments, Case, Draw, Outputs
+from .case import Arguments, Case, Draw
 from .quantised import P
-from .sparse_attention import BF16, DEEPSEEK, DI, DR, R, first_requests
+from .sparse_attention import (
+    BF16,
+    DEEPSEEK,
+    DI,
+    DR,
+    R,
+    first_requests,
+    part_of_layer,
+)
 
 MODES = {"fp8": 4, "int8": 2}
 _ops = torch.ops.custom
@@ -180,11 +188,6 @@ def layer_case(b: int, n: int, context: int, k: int = 2048, npu: bool = False) -
             )
         )
 
-    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
-        arguments["act_seqs"].clamp_(max=k)
-        names = ("x", "sin", "cos", "cache_index", "block_table", "act_seqs")
-        return first_requests(names, 2)(arguments)
-
     def parts(layer: Arguments) -> dict[str, Callable[[], Any]]:
         """The four ops whose composition the layer is, each on the outputs of those before it."""
         rows, paged = layer["kv_cache"], dict(block_table=layer["block_table"])
@@ -245,7 +248,7 @@ def layer_case(b: int, n: int, context: int, k: int = 2048, npu: bool = False) -
         "npu_sparse_attention_pto",
         f"all {kind}, {n} heads, {b} x 1 queries, {context // 1024}K keys",
         make,
-        part,
+        partial(part_of_layer, k),
         bytes=weights + read,
         flops=2.0 * b * (sum(m.prolog_size(n)) + context * m.ni * DI + n * k * (2 * R + DR)),
         shape=dict(b=b, s=1, n=n, context=context, k=k),

@@ -15,7 +15,15 @@ from torch import Tensor
 from ..dispatch.common import quantised
 from ..quantised import quantize_index_query
 from .case import Arguments, Case, Draw, Outputs
-from .sparse_attention import BF16, DEEPSEEK, DI, DR, R, first_requests
+from .sparse_attention import (
+    BF16,
+    DEEPSEEK,
+    DI,
+    DR,
+    R,
+    first_requests,
+    part_of_indexer,
+)
 
 P = 64  # the page of DeepGEMM and FlashMLA
 SCALE = DEEPSEEK.scale
@@ -71,13 +79,6 @@ def indexer_case(b: int, s: int, context: int, kind: str, k: int = 2048, op: str
             sparse_count=k,
         )
 
-    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
-        names = ("query", "weights", "block_table", "actual_seq_lengths_key")
-        piece = arguments | {name: arguments[name][:2] for name in names}
-        if s > 8:
-            piece |= {name: piece[name][:, -8:] for name in ("query", "weights")}
-        return piece, lambda outputs: [out[:2, -8:] for out in outputs]
-
     per_key = quantised.PACKED if kind == "fp8" else DI + 2
     peers: dict[str, Any] = {"bf16": _indexer_on_bf16}
     if kind == "fp8" and s == 1:
@@ -86,7 +87,7 @@ def indexer_case(b: int, s: int, context: int, kind: str, k: int = 2048, op: str
         op,
         f"{kind}, {b} x {s} queries, {context // 1024}K keys, top {k}",
         make,
-        part,
+        part_of_indexer,
         bytes=float(b * context * per_key + b * s * ni * (DI + 4) + b * s * k * 8),
         flops=2.0 * b * s * context * ni * DI,
         shape=dict(b=b, s=s, context=context, k=k),

@@ -52,6 +52,23 @@ def first_requests(names: tuple[str, ...], keep: int) -> Part:
     return part
 
 
+def part_of_indexer(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+    """Two requests, of many queries the last.  Values, not indices: backends whose scores differ by
+    rounding may swap near-ties."""
+    names = ("query", "weights", "block_table", "actual_seq_lengths_key")
+    piece = arguments | {name: arguments[name][:2] for name in names}
+    if piece["query"].shape[1] > 8:
+        piece |= {name: piece[name][:, -8:] for name in ("query", "weights")}
+    return piece, lambda outputs: [out[:2, -8:] for out in outputs]
+
+
+def part_of_layer(k: int, arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+    """Two requests, all of whose keys are selected."""
+    arguments["act_seqs"].clamp_(max=k)
+    names = ("x", "sin", "cos", "cache_index", "block_table", "act_seqs")
+    return first_requests(names, 2)(arguments)
+
+
 def attention_case(
     b: int, s: int, n: int, context: int, k: int = 2048, model: Model = DEEPSEEK
 ) -> Case:
@@ -139,19 +156,11 @@ def indexer_case(b: int, s: int, context: int, k: int = 2048, model: Model = DEE
             return_value=True,
         )
 
-    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
-        # values, not indices: backends whose scores differ by rounding may swap near-ties
-        names = ("query", "weights", "block_table", "actual_seq_lengths_key")
-        piece = arguments | {name: arguments[name][:2] for name in names}
-        if s > 8:
-            piece |= {name: piece[name][:, -8:] for name in ("query", "weights")}
-        return piece, lambda outputs: [out[:2, -8:] for out in outputs]
-
     return Case(
         "npu_lightning_indexer",
         f"{model.label}{b} x {s} queries, {context // 1024}K keys, top {k}",
         make,
-        part,
+        part_of_indexer,
         bytes=b * context * DI * BF16 + b * s * ni * (DI + 1) * BF16 + b * s * k * 4.0,
         flops=2.0 * b * s * context * ni * DI,
         shape=dict(b=b, s=s, context=context, k=k),
@@ -279,11 +288,6 @@ def layer_case(
             sparse_count=k, index_rope_interleaved=interleaved
         )
 
-    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
-        arguments["act_seqs"].clamp_(max=k)
-        names = ("x", "sin", "cos", "cache_index", "block_table", "act_seqs")
-        return first_requests(names, 2)(arguments)
-
     def parts(layer: Arguments) -> dict[str, Callable[[], Any]]:
         """The four ops whose composition the layer is, each on the outputs of those before it."""
         ops = torch.ops.custom
@@ -332,7 +336,7 @@ def layer_case(
         op,
         f"{model.label}{n} heads, {b} x {s} queries, {context // 1024}K keys",
         make,
-        part,
+        partial(part_of_layer, k),
         bytes=BF16 * weights + sum(stage.bytes for stage in stages),
         flops=2.0 * b * s * weights + sum(stage.flops for stage in stages),
         shape=dict(b=b, s=s, n=n, context=context, k=k),

@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import nz
@@ -42,22 +43,18 @@ class Arguments(TypedDict):
 WEIGHTS = ("w_o_a", "w_o_b")
 
 
-def check(
-    attn_out: Tensor,
-    w_o_a: Tensor,
-    w_o_b: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    weight_format: str,
-    weight_quant_mode: int,
-    **scales: Tensor | None,
-) -> None:
+def check(**a: Unpack[Arguments]) -> None:
+    attn_out, w_o_a, w_o_b = a["attn_out"], a["w_o_a"], a["w_o_b"]
+    weight_quant_mode = a["weight_quant_mode"]
     c = Checker("npu_grouped_o_proj_pto")
+    scales = dict(
+        dequant_scale_w_o_a=a["dequant_scale_w_o_a"], dequant_scale_w_o_b=a["dequant_scale_w_o_b"]
+    )
     narrow = weight_args.dtypes(c, weight_quant_mode, WEIGHTS, ())
     floats = dict(
         attn_out=(attn_out, "B S N D"),
-        rope_sin=(rope_sin, "B S Dr"),
-        rope_cos=(rope_cos, "B S Dr"),
+        rope_sin=(a["rope_sin"], "B S Dr"),
+        rope_cos=(a["rope_cos"], "B S Dr"),
     )
     given = {name: x for name, (x, _) in floats.items()} | dict(w_o_a=w_o_a, w_o_b=w_o_b)
     c.same_device(**given, **scales)
@@ -67,7 +64,9 @@ def check(
         c.shape(name, tensor, shape)
     c.contiguous(**given)
     prologs.rotary(c, "D")
-    output_weights(c, w_o_a, w_o_b, "attn_out", weight_format, weight_quant_mode, narrow, scales)
+    output_weights(
+        c, w_o_a, w_o_b, "attn_out", a["weight_format"], weight_quant_mode, narrow, scales
+    )
 
 
 def output_weights(

@@ -58,56 +58,43 @@ class Arguments(TypedDict):
 FIRST, SECOND = ("w_dq", "w_kv"), ("w_uq", "w_idx_qb")
 
 
-def check(
-    token_x: Tensor,
-    w_dq: Tensor,
-    w_uq: Tensor,
-    w_kv: Tensor,
-    gamma_cq: Tensor,
-    gamma_kv: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    ori_kv: Tensor,
-    ori_block_table: Tensor,
-    act_seqs: Tensor,
-    seqused: Tensor | None,
-    w_idx_qb: Tensor | None,
-    w_idx_proj: Tensor | None,
-    rms_norm_eps: float,
-    weight_format: str,
-    kv_kind: str,
-    index_hadamard: bool,
-    hadamard_round: str,
-    weight_quant_mode: int,
-    **scales: Tensor | None,
-) -> None:
+def check(**x: Unpack[Arguments]) -> None:
+    w_uq, ori_kv, seqused = x["w_uq"], x["ori_kv"], x["seqused"]
+    weight_format, kv_kind, index_hadamard = x["weight_format"], x["kv_kind"], x["index_hadamard"]
+    weight_quant_mode = x["weight_quant_mode"]
     c = Checker("npu_sharedkv_prolog_pto")
+    scales = dict(
+        dequant_scale_w_dq=x["dequant_scale_w_dq"],
+        dequant_scale_w_uq=x["dequant_scale_w_uq"],
+        dequant_scale_w_kv=x["dequant_scale_w_kv"],
+        dequant_scale_w_idx_qb=x["dequant_scale_w_idx_qb"],
+    )
     narrow = weight_args.dtypes(c, weight_quant_mode, FIRST, SECOND)
     c.one_of("kv_kind", kv_kind, "none", "fp8")
     packed = kv_kind == "fp8"
     if packed:
         c.dtype("ori_kv", ori_kv, torch.uint8)
-    c.one_of("hadamard_round", hadamard_round, "bf16", "fp32")
-    index = index_group(c, w_idx_qb, w_idx_proj, index_hadamard)
-    weights = dict(w_dq=(w_dq, "H Rq"), w_uq=(w_uq, "Rq N*D"), w_kv=(w_kv, "H D"))
+    c.one_of("hadamard_round", x["hadamard_round"], "bf16", "fp32")
+    index = index_group(c, x["w_idx_qb"], x["w_idx_proj"], index_hadamard)
+    weights = dict(w_dq=(x["w_dq"], "H Rq"), w_uq=(w_uq, "Rq N*D"), w_kv=(x["w_kv"], "H D"))
     if index:
         weights |= dict(w_idx_qb=(index[0], "Rq Ni*Di"), w_idx_proj=(index[1], "H Ni"))
     narrow = {name: dtype for name, dtype in narrow.items() if name in weights}
-    lengths = {"act_seqs": (act_seqs, "B")}
+    lengths = {"act_seqs": (x["act_seqs"], "B")}
     if seqused is not None:
         lengths["seqused"] = (seqused, "B")
     prologs.tensors(
         c,
         dict(
-            token_x=(token_x, "B S H"),
-            gamma_cq=(gamma_cq, "Rq"),
-            gamma_kv=(gamma_kv, "D"),
-            rope_sin=(rope_sin, "B S Dr"),
-            rope_cos=(rope_cos, "B S Dr"),
+            token_x=(x["token_x"], "B S H"),
+            gamma_cq=(x["gamma_cq"], "Rq"),
+            gamma_kv=(x["gamma_kv"], "D"),
+            rope_sin=(x["rope_sin"], "B S Dr"),
+            rope_cos=(x["rope_cos"], "B S Dr"),
             ori_kv=(ori_kv, f"pages P 1 {quantised.V4_ROW}" if packed else "pages P 1 D"),
         ),
         weights,
-        lengths | dict(ori_block_table=(ori_block_table, "B max_pages")),
+        lengths | dict(ori_block_table=(x["ori_block_table"], "B max_pages")),
         scales,
         narrow={*narrow, *(["ori_kv"] if packed else [])},
         paged={"ori_kv"},
@@ -125,7 +112,7 @@ def check(
         index_sizes(c, *index, weight_format, index_hadamard)
     of_weights = weight_args.named((*FIRST, *SECOND), scales)
     weight_args.weights(c, weight_quant_mode, weights, narrow, of_weights, weight_format)
-    c.at_least("rms_norm_eps", rms_norm_eps, 0)
+    c.at_least("rms_norm_eps", x["rms_norm_eps"], 0)
     layouts.values(c, "seqused", seqused, "BSND", c.sizes["S"])
 
 

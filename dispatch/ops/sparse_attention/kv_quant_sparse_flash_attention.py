@@ -11,6 +11,7 @@ scale, rounded once to the query's dtype.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -103,8 +104,9 @@ def check_as(op: str, **x: Unpack[Arguments]) -> None:
         quantization.rows(c, name, cache, x["row_layout"])
     c.shape("sparse_indices", sparse_indices, f"{rows} 1 K")
     c.dense_rows(query=query, sparse_indices=sparse_indices)
+    given: Mapping[str, object] = x
     for name, (only, meaning) in _MODES.items():
-        c.require(x[name] == only, f"`{name}` is {x[name]}, expected {only} ({meaning}).")
+        c.require(given[name] == only, f"`{name}` is {given[name]}, expected {only} ({meaning}).")
     for name, scale in scales.items():
         c.require(scale is None, f"`{name}` is given, expected None: the scales are in the rows.")
     sparse_flash_attention.options(c, query, x)

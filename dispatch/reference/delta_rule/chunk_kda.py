@@ -33,26 +33,16 @@ class Tokens:
     first: int
 
 
-def tokens(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor | None,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-) -> Tokens:
+def tokens(a: Arguments) -> Tokens:
+    q, k, v = a["q"], a["k"], a["v"]
+    g, beta, cu_seqlens = a["g"], a["beta"], a["cu_seqlens"]
     kind, (batch, length) = accumulator(q), q.shape[:2]
     q, k = (x.to(kind) for x in (q, k))
-    if use_qk_l2norm_in_kernel:
+    if a["use_qk_l2norm_in_kernel"]:
         q, k = (normal(x)[0] for x in (q, k))
     g = g.to(kind)
-    if use_gate_in_kernel:
-        g = gate(g, A_log, dt_bias, lower_bound)[0]
+    if a["use_gate_in_kernel"]:
+        g = gate(g, a["A_log"], a["dt_bias"], a["lower_bound"])[0]
     if cu_seqlens is None:
         first, lengths = 0, torch.full([batch], length, device=q.device)
     else:
@@ -85,19 +75,7 @@ def gate(
 
 def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     initial_state = a["initial_state"]
-    x = tokens(
-        a["q"],
-        a["k"],
-        a["v"],
-        a["g"],
-        a["beta"],
-        a["cu_seqlens"],
-        a["use_qk_l2norm_in_kernel"],
-        a["use_gate_in_kernel"],
-        a["A_log"],
-        a["dt_bias"],
-        a["lower_bound"],
-    )
+    x = tokens(a)
     turn = a["state_layout"] == "kv"
     state = initial_state.mT if initial_state is not None and turn else initial_state
     some, final = rule.forward(

@@ -20,19 +20,7 @@ def backward(
     q, k, v, g, beta, A_log = a["q"], a["k"], a["v"], a["g"], a["beta"], a["A_log"]
     dt_bias = a["dt_bias"]
     kind = accumulator(q)
-    x = tokens(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        a["cu_seqlens"],
-        a["use_qk_l2norm_in_kernel"],
-        a["use_gate_in_kernel"],
-        A_log,
-        dt_bias,
-        a["lower_bound"],
-    )
+    x = tokens(a)
     # tokens of no sequence may hold anything
     owned = torch.zeros(q.shape[:2], dtype=torch.bool, device=q.device)
     owned.view(-1)[x.first : x.first + int(x.lengths.sum())] = True
