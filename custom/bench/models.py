@@ -53,7 +53,7 @@ _DSA: dict[str, Any] = dict(first_k_dense_replace=LAYERS)
 _SMALL: dict[str, Any] = dict(
     vocab_size=128, hidden_size=64, intermediate_size=96, num_attention_heads=4
 )
-_SMALL_DSA = _SMALL | dict(
+SMALL_DSA = _SMALL | dict(
     num_key_value_heads=4,
     q_lora_rank=48,
     kv_lora_rank=32,
@@ -64,7 +64,7 @@ _SMALL_DSA = _SMALL | dict(
     index_head_dim=32,
     index_topk=32,
 )
-_SMALL_LINEAR = _SMALL | dict(
+SMALL_LINEAR = _SMALL | dict(
     num_key_value_heads=2,
     head_dim=16,
     linear_num_key_heads=2,
@@ -97,26 +97,26 @@ class Model:
 
 
 MODELS = [
-    Model("DeepSeek-V3.2", transformers.DeepseekV32Config, _DSA, _SMALL_DSA),
+    Model("DeepSeek-V3.2", transformers.DeepseekV32Config, _DSA, SMALL_DSA),
     Model(
         "GLM-5",
         transformers.GlmMoeDsaConfig,
         _DSA | dict(intermediate_size=18432),
-        _SMALL_DSA,
+        SMALL_DSA,
     ),
     Model(
         "GLM-5.2 (shared selections)",
         transformers.GlmMoeDsaConfig,
         _DSA | dict(intermediate_size=18432, indexer_types=["full", *["shared"] * 3] * 2),
-        _SMALL_DSA,
+        SMALL_DSA,
     ),
     Model(
         "Qwen3-Next",
         transformers.Qwen3NextConfig,
         dict(mlp_only_layers=list(range(LAYERS))),
-        _SMALL_LINEAR,
+        SMALL_LINEAR,
     ),
-    Model("Qwen3.5", transformers.Qwen3_5TextConfig, {}, _SMALL_LINEAR),
+    Model("Qwen3.5", transformers.Qwen3_5TextConfig, {}, SMALL_LINEAR),
 ]
 
 

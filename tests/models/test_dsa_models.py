@@ -22,6 +22,8 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 
 from custom.integrations import dsa  # noqa: E402
 
+from ..support.models import ROUTED  # noqa: E402
+
 MODELS = Path(transformers.__file__).parent / "models"
 H, RQ, N, DN, DV, R, DR, NI, DI, TOPK = 64, 48, 4, 16, 24, 32, 16, 16, 32, 12
 SMALL = dict(
@@ -40,14 +42,8 @@ SMALL = dict(
     index_n_heads=NI,
     index_head_dim=DI,
     index_topk=TOPK,
-    n_routed_experts=4,
-    num_experts_per_tok=4,
-    n_group=1,
-    topk_group=1,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
     attn_implementation="eager",
+    **ROUTED,
 )
 YARN = dict(
     rope_type="yarn",

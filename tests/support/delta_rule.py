@@ -55,21 +55,31 @@ class Sequences:
         kinds = {"g": dtype if exact else torch.float32}
         kinds["initial_state"] = dtype if exact else self.state
 
-        def one(name: str, y: Any) -> Any:
-            if not isinstance(y, Tensor) or not y.dtype.is_floating_point:
-                return y.to(device) if isinstance(y, Tensor) else y
-            return y.to(kinds.get(name, dtype)).to(device)
+        moved = of_kinds(x, kinds, dtype, device)
+        return joined(moved, ("query", "key", "value"), 1) if self.strided else moved
 
-        moved = {name: one(name, y) for name, y in x.items()}
-        if self.strided:
-            names = ("query", "key", "value")
-            whole = torch.cat([moved[name].flatten(1) for name in names], 1)
-            parts = whole.split([moved[name][0].numel() for name in names], 1)
-            moved |= {
-                name: part.unflatten(1, moved[name].shape[1:])
-                for name, part in zip(names, parts, strict=True)
-            }
-        return moved
+
+def of_kinds(
+    x: dict[str, Any], kinds: dict[str, torch.dtype], dtype: torch.dtype, device: Any
+) -> dict[str, Any]:
+    """Tensors on a device; those of floats in the dtype of their name, or in `dtype`."""
+
+    def one(name: str, y: Any) -> Any:
+        if not isinstance(y, Tensor) or not y.dtype.is_floating_point:
+            return y.to(device) if isinstance(y, Tensor) else y
+        return y.to(kinds.get(name, dtype)).to(device)
+
+    return {name: one(name, y) for name, y in x.items()}
+
+
+def joined(x: dict[str, Any], names: tuple[str, ...], dim: int) -> dict[str, Any]:
+    """Some of them as parts of one tensor, from `dim` on."""
+    wholes = [x[name].flatten(dim) for name in names]
+    parts = torch.cat(wholes, dim).split([each.shape[dim] for each in wholes], dim)
+    return x | {
+        name: part.unflatten(dim, x[name].shape[dim:])
+        for name, part in zip(names, parts, strict=True)
+    }
 
 
 # lengths that no caller means, and those that stand for them with 70 tokens

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from .delta_rule import joined, of_kinds
 from .drawn import drawn
 
 # what `g` may be: the decay's logarithm, or what a gate makes it from
@@ -79,21 +79,8 @@ class Case:
         if self.gate == GIVEN:
             kinds["g"] = dtype if exact else torch.float32
 
-        def one(name: str, y: Any) -> Any:
-            if not isinstance(y, Tensor) or not y.dtype.is_floating_point:
-                return y.to(device) if isinstance(y, Tensor) else y
-            return y.to(kinds.get(name, dtype)).to(device)
-
-        moved = {name: one(name, y) for name, y in x.items()}
-        if self.strided:
-            names = ("q", "k", "v")
-            whole = torch.cat([moved[name].flatten(2) for name in names], 2)
-            parts = whole.split([moved[name][0, 0].numel() for name in names], 2)
-            moved |= {
-                name: part.unflatten(2, moved[name].shape[2:])
-                for name, part in zip(names, parts, strict=True)
-            }
-        return moved
+        moved = of_kinds(x, kinds, dtype, device)
+        return joined(moved, ("q", "k", "v"), 2) if self.strided else moved
 
 
 # the decay's logarithm by token, at its extremes

@@ -10,49 +10,20 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
 
+from custom.bench.models import SMALL_DSA, SMALL_LINEAR  # noqa: E402
+
 NEW = 12
-DSA = dict(
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=96,
+NO_TOKENS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+ROUTED = dict(n_routed_experts=4, num_experts_per_tok=4, n_group=1, topk_group=1, **NO_TOKENS)
+DSA = SMALL_DSA | dict(
     moe_intermediate_size=32,
     num_hidden_layers=3,
     first_k_dense_replace=1,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    q_lora_rank=48,
-    kv_lora_rank=32,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=16,
-    v_head_dim=24,
-    index_n_heads=16,
-    index_head_dim=32,
     index_topk=12,
-    n_routed_experts=4,
-    num_experts_per_tok=4,
-    n_group=1,
-    topk_group=1,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
+    **ROUTED,
 )
 SHARING = dict(num_hidden_layers=5, indexer_types=["full", "shared", "shared", "full", "shared"])
-LINEAR = dict(
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=6,
-    linear_key_head_dim=16,
-    linear_value_head_dim=24,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-)
+LINEAR = SMALL_LINEAR | dict(num_hidden_layers=4, **NO_TOKENS)
 EXPERTS = dict(
     moe_intermediate_size=32,
     shared_expert_intermediate_size=32,

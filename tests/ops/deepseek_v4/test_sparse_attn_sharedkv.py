@@ -15,7 +15,7 @@ from torch import Tensor
 
 import custom
 
-from ...support import interpreted
+from ...support import deepseek_v4, interpreted
 from ...support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
 from ...support.kernels import INTERPRETED, replayed
 from ...support.ragged import BEYOND, ints, run, unpack
@@ -122,43 +122,12 @@ def hugging_face():
     """What each kind of layer hands to its attention, and what comes back: (layer, q [S, N, D],
     keys [S + E, D], mask, indices, out [S, N, D]), in float64."""
     modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
-    from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
-
     kinds = dict(
         sliding="sliding_attention",
         CSA="compressed_sparse_attention",
         HCA="heavily_compressed_attention",
     )
-    config = DeepseekV4Config(
-        vocab_size=32,
-        hidden_size=40,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        head_dim=32,
-        q_lora_rank=24,
-        partial_rotary_factor=0.25,
-        layer_types=[*kinds.values()],
-        sliding_window=8,
-        o_groups=2,
-        o_lora_rank=12,
-        compress_rates={kinds["CSA"]: 4, kinds["HCA"]: 8},
-        index_n_heads=16,
-        index_head_dim=16,
-        index_topk=5,
-        hc_mult=4,
-        moe_intermediate_size=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=512,
-        rope_parameters={
-            "rope_type": "yarn",
-            "factor": 16.0,
-            "original_max_position_embeddings": 32,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        },
-    )
-    config._attn_implementation = "eager"
+    config = deepseek_v4.config(layer_types=[*kinds.values()])
     rotary = modeling.DeepseekV4RotaryEmbedding(config).double()
     x = torch.randn(1, 61, 40, dtype=torch.float64)
     positions = torch.arange(61)[None]
