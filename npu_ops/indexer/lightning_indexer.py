@@ -455,12 +455,12 @@ def sampled(of_row, n, aim, QUARTER: tl.constexpr, EACH: tl.constexpr):
     return tl.maximum(get_element(ranked, (tl.minimum(rank, QUARTER - 1),)), _LOWEST)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "first", "rows", "wide", "groups", "chosen", "room", "aim", "pieces", "requests", "tokens",
-        "reach",
+@tuples.jit(
+    [
+        *("first", "rows", "wide", "groups", "chosen", "room", "aim", "pieces"),
+        *("requests", "tokens", "reach"),
     ]
-)  # fmt: skip
+)
 def collect(
     score,
     query_lengths,
@@ -478,11 +478,7 @@ def collect(
     requests,
     tokens,
     reach,
-    Q_TND: tl.constexpr,
-    Q_LENGTHS: tl.constexpr,
-    KEYS: tl.constexpr,
-    K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    layout: Layout,
     RATIO: tl.constexpr,
     TOKENS: tl.constexpr,
     TILE: tl.constexpr,
@@ -512,11 +508,7 @@ def collect(
             requests,
             tokens,
             reach,
-            Q_TND,
-            Q_LENGTHS,
-            KEYS,
-            K_LENGTHS,
-            CAUSAL,
+            *layout,
             RATIO,
             TOKENS,
         )
@@ -555,11 +547,7 @@ def collect(
             tl.store(missed + row, 1)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "first", "rows", "wide", "groups", "chosen", "room", "requests", "tokens", "reach",
-    ]
-)  # fmt: skip
+@tuples.jit(["first", "rows", "wide", "groups", "chosen", "room", "requests", "tokens", "reach"])
 def topk(
     score,
     query_lengths,
@@ -576,11 +564,7 @@ def topk(
     requests,
     tokens,
     reach,
-    Q_TND: tl.constexpr,
-    Q_LENGTHS: tl.constexpr,
-    KEYS: tl.constexpr,
-    K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    layout: Layout,
     RATIO: tl.constexpr,
     TOKENS: tl.constexpr,
     COLLECTED: tl.constexpr,
@@ -611,11 +595,7 @@ def topk(
             requests,
             tokens,
             reach,
-            Q_TND,
-            Q_LENGTHS,
-            KEYS,
-            K_LENGTHS,
-            CAUSAL,
+            *layout,
             RATIO,
             TOKENS,
         )

@@ -22,18 +22,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry, ragged, tiling, tune
-from ..common.ragged import TND, keys_of, tokens_of, visible
+from ..common import cores, ragged, tiling, tune, tuples
+from ..common.ragged import TND, Layout, Strides, keys_of, tokens_of, visible
 from .indexer_loss import usable
 
 LOW = tl.constexpr(128)  # positions in a row of a tile of `spread`
 
 
-@entry.jit(
-    do_not_specialize=[
-        "first", "rows", "count", "wide", "indices_row", "dy_row", "requests", "tokens", "reach",
+@tuples.jit(
+    [
+        *("first", "rows", "count", "wide", "indices_row", "dy_row"),
+        *("requests", "tokens", "reach"),
     ]
-)  # fmt: skip
+)
 def spread(
     dy,
     indices,
@@ -49,11 +50,7 @@ def spread(
     requests,
     tokens,
     reach,
-    Q_TND: tl.constexpr,
-    Q_LENGTHS: tl.constexpr,
-    KEYS: tl.constexpr,
-    K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    layout: Layout,
     HIGH_TILE: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -76,11 +73,7 @@ def spread(
             requests,
             tokens,
             reach,
-            Q_TND,
-            Q_LENGTHS,
-            KEYS,
-            K_LENGTHS,
-            CAUSAL,
+            *layout,
         )
         selected = indices + (first + row).to(tl.int64) * indices_row
         of_row = dy + (first + row).to(tl.int64) * dy_row
@@ -102,12 +95,12 @@ def spread(
         tl.store(to + h[:, None] * LOW + p[None], acc)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "first", "rows", "wide", "heads", "query_row", "query_head", "weights_row", "key_row",
-        "page_rows", "requests", "tokens", "reach",
+@tuples.jit(
+    [
+        *("first", "rows", "wide", "heads", "weights_row", "key_row", "page_rows"),
+        *("requests", "tokens", "reach"),
     ]
-)  # fmt: skip
+)
 def grad_keys(
     query,
     key,
@@ -120,19 +113,14 @@ def grad_keys(
     rows,
     wide,
     heads,
-    query_row,
-    query_head,
+    q_stride: Strides,
     weights_row,
     key_row,
     page_rows,
     requests,
     tokens,
     reach,
-    Q_TND: tl.constexpr,
-    Q_LENGTHS: tl.constexpr,
-    KEYS: tl.constexpr,
-    K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    layout: Layout,
     DIM: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
@@ -145,8 +133,10 @@ def grad_keys(
     turns = tl.num_programs(0)
     steps_of_token = (heads + HEAD_TILE - 1) // HEAD_TILE
     for request in range(0, requests):
-        token, count = tokens_of(request, query_lengths, requests, tokens, Q_TND, Q_LENGTHS)
-        start, keys = keys_of(request, key_lengths, reach, KEYS, K_LENGTHS)
+        token, count = tokens_of(
+            request, query_lengths, requests, tokens, layout.Q_TND, layout.Q_LENGTHS
+        )
+        start, keys = keys_of(request, key_lengths, reach, layout.KEYS, layout.K_LENGTHS)
         # the tokens of this request among those of this launch
         low = tl.maximum(first - token, 0)
         high = tl.minimum(count, first + rows - token)
@@ -154,7 +144,7 @@ def grad_keys(
         for tile in range(turn, tiles, turns):
             position = tile * KEY_TILE
             there = (p < keys - position)[:, None]
-            if KEYS == TND:
+            if layout.KEYS == TND:
                 row = (start + position).to(tl.int64)
                 to = row
             else:
@@ -162,7 +152,7 @@ def grad_keys(
                 to = request.to(tl.int64) * reach + position
             k = tl.load(key + (row + p)[:, None] * key_row + d[None], mask=there, other=0.0)
             begin = low
-            if CAUSAL:
+            if layout.CAUSAL:
                 # earlier tokens see no key of this tile
                 begin = tl.maximum(low, position - keys + count)
             acc = tl.zeros((KEY_TILE, DIM), tl.float32)
@@ -170,7 +160,7 @@ def grad_keys(
                 t = token + begin + step // steps_of_token
                 h = step % steps_of_token * HEAD_TILE + tl.arange(0, HEAD_TILE)
                 q = tl.load(
-                    query + t.to(tl.int64) * query_row + h[:, None] * query_head + d[None],
+                    query + t.to(tl.int64) * q_stride.row + h[:, None] * q_stride.head + d[None],
                     mask=(h < heads)[:, None],
                     other=0.0,
                 )
@@ -183,12 +173,12 @@ def grad_keys(
         turn = ((turn - tiles) % turns + turns) % turns
 
 
-@entry.jit(
-    do_not_specialize=[
-        "first", "rows", "wide", "heads", "query_row", "query_head", "weights_row", "key_row",
-        "page_rows", "requests", "tokens", "reach",
+@tuples.jit(
+    [
+        *("first", "rows", "wide", "heads", "weights_row", "key_row", "page_rows"),
+        *("requests", "tokens", "reach"),
     ]
-)  # fmt: skip
+)
 def grad_query(
     query,
     key,
@@ -202,19 +192,14 @@ def grad_query(
     rows,
     wide,
     heads,
-    query_row,
-    query_head,
+    q_stride: Strides,
     weights_row,
     key_row,
     page_rows,
     requests,
     tokens,
     reach,
-    Q_TND: tl.constexpr,
-    Q_LENGTHS: tl.constexpr,
-    KEYS: tl.constexpr,
-    K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    layout: Layout,
     DIM: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
@@ -233,19 +218,17 @@ def grad_query(
             requests,
             tokens,
             reach,
-            Q_TND,
-            Q_LENGTHS,
-            KEYS,
-            K_LENGTHS,
-            CAUSAL,
+            *layout,
         )
-        if KEYS == TND:
+        if layout.KEYS == TND:
             origin = start.to(tl.int64)
         else:
             origin = request.to(tl.int64) * page_rows
         known = (h < heads)[:, None]
         q = tl.load(
-            query + token * query_row + h[:, None] * query_head + d[None], mask=known, other=0.0
+            query + token * q_stride.row + h[:, None] * q_stride.head + d[None],
+            mask=known,
+            other=0.0,
         )
         w = tl.load(weights + token * weights_row + h, mask=h < heads, other=0.0).to(tl.float32)
         acc = tl.zeros((HEAD_TILE, DIM), tl.float32)
@@ -344,8 +327,8 @@ def backward(
     indices = ragged.int32(sparse_indices).flatten(0, -3)
     grad, q, w = dy.flatten(0, -3), query.flatten(0, -3), weights.flatten(0, -2)
     strides = dict(
-        query_row=q.stride(0),
-        query_head=q.stride(1),
+        q_stride_row=q.stride(0),
+        q_stride_head=q.stride(1),
         weights_row=w.stride(0),
         key_row=ragged.row_stride(key),
         page_rows=ragged.page_rows(key),
