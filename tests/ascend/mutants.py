@@ -49,7 +49,7 @@ _FEW = 6  # cases at first
 # what a part of a larger whole is told by
 _PARTS = ("first", "start", "before", "begin", "offset", "written")
 # tables and budgets: the table of configurations holds each of them to the compiler
-_LEFT_OUT = ("__init__", "tune", "tiling", "cores", "entry", "front_end", "refusals")
+_LEFT_OUT = ("__init__", "tune", "tiling", "cores", "entry", "tuples", "front_end", "refusals")
 
 _NAMED = "the sizes only name what is remembered of a refusal"
 _SUMMED = "what the two hold is only ever summed"
@@ -60,12 +60,14 @@ _TIMES = "the two are only multiplied, number by number"
 _NUMBERS = "as many numbers, whose rows the kernels count themselves"
 _UNMASKED = "a tile that is not masked uses neither"
 _CORE = "another core begins, with the same work"
+_WHOLE = "the answer is that of the whole row, with its candidates or without"
 _FIRST = "a tile's first panel is there, and where all are whole another lies behind its depth"
 _LENGTH = (("-> _length(n, lengths, ", _SUMMED),)
 _COPIED = "a piece of rows more is copied, which nobody reads"
 _PIECE = (("piece <= (end + KEY_TILE", _COPIED),)
 _UNPAGED = "no keys of a gradient lie in pages"
 _NOTHING = "a row that saw nothing has no slot, and no key counts it"
+_ABSENT_HEAD = "what a head that is not there has loaded is not used"
 _EMPTY = "at 0 nothing is copied"
 _SAME_ROW = "a column is stored where it was read"
 _TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
@@ -74,12 +76,16 @@ _ZEROS = "rows behind the products are zeros: the sum of squares comes after, th
 _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "absorption.absorb": (("ROWS, DEPTH, COLUMNS)", "both are 128 in every configuration"),),
     "causal_conv1d.convolve": (
+        ("-> part_of(n, starts, ", _ADDRESS),
         ("W > 2 -> W >= 2$", _TAPS),
         ("W > 2 -> W >= 2 (3)", _TAPS),
         ("W > 3 -> W >= 3$", _TAPS),
     ),
     "causal_conv1d.row": (("position <= 0 (2)", _EMPTY),),
+    "causal_conv1d.part_of": (("-> left(n, starts, ", _ADDRESS),),
+    "causal_conv1d.finish": (("-> left(n, starts, ", _ADDRESS),),
     "causal_conv1d_grad.walk": (
+        ("-> part_of(n, starts, ", _ADDRESS),
         ("W > 2 -> W >= 2$", _TAPS),
         ("W > 3 -> W >= 3$", _TAPS),
         ("W > 2 -> W >= 2 (5)", _TAPS),
@@ -92,6 +98,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "causal_conv1d_update.update": (
+        ("-> left(n, starts, ", _ADDRESS),
         ("size >= 0", _SAME_ROW),
         ("position > -reach", _SAME_ROW),
         ("-> position > 0", "the first step has no parent, and before it is -1 as well"),
@@ -171,10 +178,12 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("WINDOW, KEY_TILE, Q_TILE)", "the only tile is square"),
     ),
     "fused_causal_conv1d.fill": (
+        ("-> left(n, starts, ", _ADDRESS),
         ("boundary > 0", "a block that begins with the tokens ends behind their first"),
         ("size >= 0", "without a token the block ends before the first one"),
     ),
     "fused_causal_conv1d.push": (
+        ("-> left(n, starts, ", _ADDRESS),
         ("counted + size > L", "a row that is full and no longer stays where it is"),
     ),
     "fused_causal_conv1d.forward": (
@@ -207,11 +216,21 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "kv_quant_sparse_flash_attention.unsupported": (
         ("LATENT), value, key, ", "only whether they are one tensor is asked, where they are"),
     ),
+    "lightning_indexer.scores_of": (("RATIO >= 1", "by 1 nothing is divided"),),
     "lightning_indexer_grad.spread": (("ok >= 0 (2)", "what does not count adds 0 anywhere"),),
     "lightning_indexer_grad.grad_keys": (
         ("high >= low", "a request without a token of this launch adds zeros"),
     ),
+    "lightning_indexer._candidates": (("2 * room < reach", _WHOLE),),
     "lightning_indexer._tiles": (("query.dtype, size)", _NAMED),),
+    "lightning_indexer.collect": (
+        ("requests, reach, tokens", _WHOLE),
+        ("n >= tl.maximum(room, ", _WHOLE),
+        ("written <= chosen", _WHOLE),
+        ("written >= room", _WHOLE),
+        ("-> taken >= 0", "a tile of which nothing is taken stores nothing"),
+        ("-> taken < FEW", "a tile is packed as well by its whole width"),
+    ),
     "lightning_indexer.first_group": (("groups_of(rows, tokens", _LESSER),),
     "lightning_indexer.narrower": (
         ("key <= high", "the bracket's end becomes itself"),
@@ -223,6 +242,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("first, tokens, rows, Q_TND, ", "only groups without work have another request"),
         ("rows, Q_TND, tokens, TOKENS)", "a number of tokens is true, and not used otherwise"),
     ),
+    "lightning_indexer.sampled": (("v >= highest", "of two equal scores either is the highest"),),
     "lightning_indexer.scores": (
         ("score >= _LOWEST", "the lowest score stays itself"),
         ("left >= 0", "scores of a group without a token, which nobody reads"),
@@ -236,6 +256,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("q, of_query, w)", "only whether each of them is dense is asked"),
     ),
     "lightning_indexer.topk": (
+        ("p <= known - s", "the room of the candidates comes in whole tiles"),
         ("most >= wanted", "where as many are there as are wanted, all are taken either way"),
         ("n >= chosen", "a row that is taken as a whole is counted first, for nothing"),
         ("taken >= 0", "a tile of which nothing is taken stores nothing"),
@@ -329,6 +350,8 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("start <= tl.load(last", "a tile more, which nobody reads"),
     ),
     "sparse_lightning_indexer_grad_kl_loss.targets": (
+        ("lse + token * heads + h)", _ABSENT_HEAD),
+        ("h <= heads (2)", _ABSENT_HEAD),
         ("start <= tl.load(last", "a tile more, which nobody reads"),
     ),
     "two_passes.weighing": (("'HEAD_TILE', heads), rotary, size)", _NAMED),),

@@ -87,6 +87,12 @@ CASES = (
     Case(OP, "accepted tokens", call([3, 0, -1], 3, columns=5, accepted=[1, 3, 2])),
     Case(OP, "accepted tokens out of range", call([3, 0], 2, columns=4, accepted=[-7, 99])),
     Case(OP, "packed", call([3, -1, 0, 1], 9, starts=[1, 3, 4, 4, 7])),
+    Case(
+        OP,
+        "packed, 24 sequences of 3",
+        call([-1] * 21 + [3, 0, 1], 72, starts=[*range(0, 73, 3)]),
+        cores=(5,),
+    ),
     Case(OP, "packed, 200 channels", call([3], 5, 200, starts=[1, 3])),
     Case(OP, "packed, sums that fall", call([3, 0, 1], 9, starts=[2, 7, 4, 8])),
     Case(

@@ -109,6 +109,12 @@ CASES = (
         call([2, 1, 5], [3, 7, 0], width=4, columns=6, accepted=[2, 3, 2], computed=[0, 8, 0]),
     ),
     Case(OP, "beyond the tokens", call([4, 0, 2], [3, 7, 0], starts=[-1, 3, 3, 2**31 - 1])),
+    Case(
+        OP,
+        "packed, 24 sequences of 3",
+        call([3] * 24, [-1] * 21 + [3, 7, 0]),
+        cores=(5,),
+    ),
     Case(OP, "tokens of no sequence", call([4, 2], [3, 1], starts=[1, 3, 4])),
     Case(OP, "sums that fall", call([4, 2, 3], [3, 1, 0], starts=[1, 6, 4, 8])),
     Case(

@@ -246,6 +246,19 @@ def side_by_side(n: int) -> list[int]:
     return list(range(1100, 1500))
 
 
+def ascending(n: int) -> list[int]:
+    """The last one highest, which earlier tokens do not see."""
+    return list(range(n - 1, n - 401, -1))
+
+
+def packed_long(x: Inputs) -> Arguments:
+    """Requests of more tokens than a group takes."""
+    queries = dict(query=x.whole(8, 16, 32, low=-1, high=2), weights=x.whole(8, 16, low=-2, high=3))
+    arguments = paged([5000, 4300], 1, 16, size=32)(x) | queries
+    arguments |= dict(actual_seq_lengths_query=x.ints([5, 8]), layout_query="TND")
+    return arguments | dict(weights=spread(arguments))
+
+
 def one_page(arguments: Arguments) -> torch.Tensor:
     """Of each request the first page alone is there."""
     arguments["block_table"][:, 1:] = -1
@@ -430,6 +443,13 @@ CASES = (
         "candidates, side by side",
         with_(paged([5000], 1, 4, 300, size=32), key=first_of(side_by_side)),
     ),
+    Case(
+        OP,
+        "candidates, the next token's key is the highest",
+        with_(paged([5000], 4, 16, 300, size=32), key=first_of(ascending)),
+        cores=(24,),
+    ),
+    Case(OP, "candidates, TND queries", packed_long, cores=(24,)),
     Case(
         OP,
         "candidates, one page is there",
