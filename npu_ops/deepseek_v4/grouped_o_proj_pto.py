@@ -156,7 +156,7 @@ def forward(
 def turned_back(attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor) -> Tensor:
     """What `forward` multiplies, by itself."""
     if attn_out.numel() == 0:
-        return memory.empty(attn_out.shape, attn_out.dtype, attn_out.device)
+        return attn_out
     x, sin, cos = (each.flatten(0, 1) for each in (attn_out, rope_sin, rope_cos))
     return _turned_back(x, sin, cos, 1).view(attn_out.shape)
 
