@@ -10,7 +10,7 @@ Keys are the rows of the product, heads its columns: the sum over heads stays wi
 
     condition                                         kernels
     Hopper, up to 128 heads of 64 or 128, pages of    hopper/lightning_indexer.py then topk.py
-      whole 64, aligned, cmp_ratio 1
+      whole 64, aligned
     else                                              _scores then topk.py
 """
 
@@ -342,7 +342,7 @@ def scores_of(
         score_row,
         sample.stride(0),
     )
-    on_hopper = hopper.supports(q, key, layout_key, cmp_ratio)
+    on_hopper = hopper.supports(q, key, layout_key)
     lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
     # row, 9.4 us; 2048 for 128 rows, 567 with the top-k
@@ -388,6 +388,7 @@ def scores_of(
                 count,
                 None if query_scale is None else qs,
                 key_scale,
+                cmp_ratio,
             )
         else:
             launches.kernel(_scores, triton.cdiv(count, shared) * chunks)(

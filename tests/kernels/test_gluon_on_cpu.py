@@ -287,6 +287,19 @@ def test_indexer_of_e4m3(paged, heads, indexed):
     assert ((values - exact).abs() <= 1e-6 * 128 * exact.abs().max()).all()
 
 
+@pytest.mark.parametrize(("heads", "ratio"), [(5, 4), (64, 3), (64, 128)])
+@pytest.mark.parametrize("mode", [0, 3])
+def test_indexer_of_entries(mode, heads, ratio, indexed):
+    """Lengths count tokens; windows that are open, more tokens than there are entries, none."""
+    lengths = [96 * ratio + ratio - 1, 2**31 - 1, 70 * ratio + 1, ratio - 1]
+    sizes = dict(N=heads, R=64, B=4, S=3, P=64, S2=128, K=90, mode=mode, lengths=lengths)
+    _, every = arguments(torch.bfloat16, index=torch.int64, rows=[3, 3, 2, 1], **sizes)
+    every |= dict(cmp_ratio=ratio)
+    got = launched("lightning_indexer", **every)
+    assert len(indexed) == 1
+    assert_top(every, *got)
+
+
 @pytest.mark.parametrize("heads", [9, 64], ids=["alone", "shared"])
 @pytest.mark.parametrize("rows", [[4, 2, 9], [9, 3, 4], [-(2**31), 2**31 - 1, 5]], ids=str)
 def test_prefix_sums_that_fall(rows, heads, indexed):

@@ -71,16 +71,38 @@ class Constants(NamedTuple):
     EVERY: int
     E4M3: bool
     QUERY_SCALE: bool
+    RATIO: int
 
 
 @gluon.jit
-def _part(row, stop, request, first, of, lo, per_chunk, LAYOUT: gl.constexpr):
-    """Of rows row .. stop of a request: (how many rows and keys the request has, its first key,
-    where this program's keys end that any of them sees)."""
+def _sees(j, asked, tokens, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """How many keys a request's j-th row sees, of `asked`, each of RATIO of its tokens."""
+    seen = rows.sees(j, asked, tokens, LAYOUT.CAUSAL)
+    if C.RATIO != 1:
+        seen = seen // C.RATIO
+    return seen
+
+
+@gluon.jit
+def _part(row, stop, request, first, of, lo, per_chunk, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """Of rows row .. stop of a request: (how many rows and tokens of keys the request has, its
+    first key, where this program's keys end that any of them sees)."""
     asked = rows.rows_of(request, first, of, LAYOUT)
-    start, keys = rows.keys_of(request, of, LAYOUT)
+    source = of
+    if C.RATIO != 1:
+        source = rows.Requests(
+            of.seqlens_q,
+            of.seqlens_k,
+            of.table,
+            of.tokens,
+            of.requests,
+            of.max_kv_len * C.RATIO + (C.RATIO - 1),
+            of.table_stride,
+            of.pages,
+        )
+    start, keys = rows.keys_of(request, source, LAYOUT)
     last = gl.minimum(stop, first + asked) - 1
-    most = gl.where(last >= row, rows.sees(last - first, asked, keys, LAYOUT.CAUSAL), 0)
+    most = gl.where(last >= row, _sees(last - first, asked, keys, LAYOUT, C), 0)
     return asked, keys, start, gl.minimum(lo + per_chunk, most)
 
 
@@ -160,7 +182,7 @@ def _finish(
     n,
     valid,
     R: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    LAYOUT: gl.constexpr,
     C: gl.constexpr,
 ):
     """Sum products [64, columns] over the heads, store the scores of rows member, member + 1 .."""
@@ -174,7 +196,7 @@ def _finish(
         score *= gl.convert_layout(scale, gl.SliceLayout(1, L))[:, None]
     pos = n + gl.arange(0, KEYS_AT_ONCE, layout=gl.SliceLayout(1, L))
     member += gl.arange(0, R, layout=gl.SliceLayout(0, L))
-    kv_len = rows.sees(member - first, asked, keys, CAUSAL)
+    kv_len = _sees(member - first, asked, keys, LAYOUT, C)
     kv_len = gl.where((member >= row) & (member < stop), kv_len, 0)
     # a NaN comes last, and only what is absent is -inf
     score = gl.where(score > LEAST_SCORE, score, LEAST_SCORE)
@@ -298,7 +320,7 @@ def _scores(
         request, first, stop = request_of(row, of, LAYOUT, LINE)
         stop = gl.minimum(stop, end)
         outers = _outer_of(lo, request, of, LAYOUT)
-        asked, keys, start, hi = _part(row, stop, request, first, of, lo, per_chunk, LAYOUT)
+        asked, keys, start, hi = _part(row, stop, request, first, of, lo, per_chunk, LAYOUT, C)
         tiles = gl.maximum(hi - lo + KEYS_AT_ONCE - 1, 0) // KEYS_AT_ONCE
         for each in gl.static_range(STAGES):
             _ask(
@@ -319,7 +341,7 @@ def _scores(
             member = row + gl.arange(0, 32, layout=lane)
             mask = member < stop
             at = lengths + member - first_row
-            gl.store(at, rows.sees(member - first, asked, keys, LAYOUT.CAUSAL), mask=mask)
+            gl.store(at, _sees(member - first, asked, keys, LAYOUT, C), mask=mask)
         scale = _scales_of(
             by, _pick(outers, 0), lo, hi, start, LAYOUT, C.E4M3, gl.SliceLayout(1, M)
         )
@@ -370,7 +392,7 @@ def _scores(
                 lo + i * KEYS_AT_ONCE,
                 valid,
                 C.ROWS,
-                LAYOUT.CAUSAL,
+                LAYOUT,
                 C,
             )
             scale = ahead
@@ -417,12 +439,12 @@ def _load(
     while row < end:
         request, first, stop = request_of(row, of, LAYOUT, LINE)
         stop = gl.minimum(stop, end)
-        asked, keys, start, hi = _part(row, stop, request, first, of, lo, per_chunk, LAYOUT)
+        asked, keys, start, hi = _part(row, stop, request, first, of, lo, per_chunk, LAYOUT, C)
         if lo == 0:
             member = row + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
             mask = member < stop
             at = lengths + member - first_row
-            gl.store(at, rows.sees(member - first, asked, keys, LAYOUT.CAUSAL), mask=mask)
+            gl.store(at, _sees(member - first, asked, keys, LAYOUT, C), mask=mask)
         for base in range(lo, hi, 32 * KEYS_AT_ONCE):
             outers = _outer_of(base, request, of, LAYOUT)
             for i in range(0, gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)):
@@ -484,7 +506,7 @@ def _multiply(
     while row < end:
         request, first, stop = request_of(row, of, LAYOUT, LINE)
         stop = gl.minimum(stop, end)
-        asked, keys, start, hi = _part(row, stop, request, first, of, lo, per_chunk, LAYOUT)
+        asked, keys, start, hi = _part(row, stop, request, first, of, lo, per_chunk, LAYOUT, C)
         for base in range(lo, hi, 32 * KEYS_AT_ONCE):
             outers = _outer_of(base, request, of, LAYOUT)
             tiles = gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)
@@ -532,7 +554,7 @@ def _multiply(
                     n,
                     valid,
                     R,
-                    LAYOUT.CAUSAL,
+                    LAYOUT,
                     C,
                 )
                 s1 = warpgroup_mma_wait(0, deps=[s1])
@@ -552,7 +574,7 @@ def _multiply(
                     n,
                     valid,
                     R,
-                    LAYOUT.CAUSAL,
+                    LAYOUT,
                     C,
                 )
                 scale = ahead
@@ -693,14 +715,12 @@ def _scores_shared(
     )
 
 
-def supports(q: Tensor, key: Tensor, layout_key: str, cmp_ratio: int) -> bool:
-    """q [rows, N, D]; the heads fit in a wgmma, a tile of keys lies on one page, and each key is
-    a token."""
+def supports(q: Tensor, key: Tensor, layout_key: str) -> bool:
+    """q [rows, N, D]; the heads fit in a wgmma, and a tile of keys lies on one page."""
     heads, dim = q.shape[1:]
     paged = layout_key == "PA_BSND"
     return (
         gpu.is_hopper(q.device)
-        and cmp_ratio == 1
         and (q.dtype in DTYPES or q.dtype is torch.float8_e4m3fn)
         and heads <= 128
         and dim in (64, 128)
@@ -741,6 +761,7 @@ def launch(
     count: int,
     query_scale: Tensor | None,
     key_scale: Tensor | None,
+    cmp_ratio: int,
 ) -> None:
     """Scores of `count` rows from row `first` on, `shared` to a program, and every EVERY-th of
     them once more as a sample.  query_scale [rows, N]; key_scale as key, without its last axis."""
@@ -785,6 +806,7 @@ def launch(
             EVERY=EVERY,
             E4M3=key_scale is not None,
             QUERY_SCALE=query_scale is not None,
+            RATIO=cmp_ratio,
         ),
         num_warps=4,
         launch_pdl=True,
