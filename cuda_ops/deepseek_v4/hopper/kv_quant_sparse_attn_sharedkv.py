@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_wait
 
 from ....dispatch.common import quantised
 from ...common import sharedkv
@@ -271,6 +272,7 @@ def _attend(
     C: gl.constexpr,
     UNIT: gl.constexpr,
 ):
+    gdc_wait()
     (
         window,
         ratio,
@@ -361,6 +363,6 @@ def launch(
     words = [None if rows is None else quantised.seen_as(rows, torch.int32) for rows in (ori, cmp)]
     of_keys = steps(ori, cmp), unit(ori, cmp)
     programs, parts, given = cut(q, keys, sinks, out, lse, scale_log2, *of_keys)
-    launches.kernel(_attend, programs)(q, *words, **given)
+    launches.kernel(_attend, programs)(q, *words, **given, launch_pdl=True)
     if given["C"].SPLITS > 1:
         combine(parts, sinks, out, lse, None)

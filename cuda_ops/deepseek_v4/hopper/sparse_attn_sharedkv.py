@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_wait
 
 from ...common import sharedkv
 from ...common.combine import combine
@@ -189,6 +190,7 @@ def _attend(
     C: gl.constexpr,
     UNIT: gl.constexpr,
 ):
+    gdc_wait()
     (
         window,
         ratio,
@@ -279,6 +281,6 @@ def launch(
     """`q` [rows, N, 512]."""
     of_keys = steps(ori, cmp), unit(ori, cmp)
     programs, parts, given = cut(q, keys, sinks, out, lse, scale_log2, *of_keys)
-    launches.kernel(_attend, programs)(q, ori, cmp, **given)
+    launches.kernel(_attend, programs)(q, ori, cmp, **given, launch_pdl=True)
     if given["C"].SPLITS > 1:
         combine(parts, sinks, out, lse, None)

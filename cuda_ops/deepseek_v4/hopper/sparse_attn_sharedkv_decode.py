@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.extra.cuda import gdc_wait
 
 from ....dispatch.common import quantised
 from ...common import gpu, sharedkv
@@ -77,6 +78,7 @@ def _attend(
     WARPS: gl.constexpr,
 ):
     """PACKED: rows of 584 bytes, as words."""
+    gdc_wait()
     (
         window,
         ratio,
@@ -262,5 +264,6 @@ def launch(
         PACKED=packed,
         WARPS=warps,
         num_warps=warps,
+        launch_pdl=True,
     )
     combine(parts, splits, sinks, out, lse, None)
