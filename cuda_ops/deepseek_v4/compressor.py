@@ -9,8 +9,14 @@ Columns are independent up to the norm, so `_pool` takes blocks of them: its pro
 states that are history, and write none.  `_finish` ends a row, `_keep` writes the states, behind
 all who read them.  What the product's runs came to is added up where it is read.
 
-    condition    kernels
-    any          prolog/nz_matmul.py, _pool, _finish, _keep
+Few tokens of a request close one window at most.  `_step` has a program for each request, which
+reads its history while the product still runs.
+
+    condition                                          kernels
+    up to 8 tokens a request, and no more than a       prolog/nz_matmul.py then _step
+      window has, not packed; pairs, up to 1024
+      channels, an even number
+    else                                               prolog/nz_matmul.py, _pool, _finish, _keep
 """
 
 from __future__ import annotations
@@ -21,12 +27,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from typing_extensions import Unpack
 
 from ...dispatch.common import compressed, memory, quantised
 from ...dispatch.ops.deepseek_v4.compressor import Arguments
 from ...dispatch.ops.deepseek_v4.compressor_dense import Arguments as Dense
-from ..common import quantise, rows
+from ..common import gpu, quantise, rows
 from ..common.tiling import power_of_two
 from ..prolog import nz_matmul
 from ..runtime import launches
@@ -35,6 +42,7 @@ BLOCK = 128  # channels of a program that pools
 WIDE = 1024  # numbers of a program that keeps states
 V4 = tl.constexpr(4)  # beside the kinds of quantise.py: rows of 584 bytes
 MOST_REQUESTS, MOST_CHANNELS = 2**14, 2**12
+FEW, NARROW = 8, 2**10  # tokens of a request, and channels, of which a program does all
 
 
 class Requests(NamedTuple):
@@ -52,17 +60,38 @@ class Requests(NamedTuple):
     page: Any
 
 
+class Entries(NamedTuple):
+    """Where entries go: the output, or pages of values with their scales and rotary channels."""
+
+    out: Any
+    cache: Any
+    scales: Any
+    channels: Any
+    cache_page: Any
+    scales_page: Any
+    channels_page: Any
+    table: Any
+    table_stride: Any
+    columns: Any
+    pages: Any
+    page: Any
+
+
 class Constants(NamedTuple):
     PACKED: bool
     REQUESTS: int
     USED: bool
-    STARTS: bool
+    STARTS: int
     RATIO: int
     COFF: int
     D: int
     RUNS: int
     STATE: bool
     RING: bool
+
+
+# what is known of positions: requests begin at 0, where they begin, where they end
+AT_0, BEGINS, ENDS = 0, 1, 2
 
 
 class Ending(NamedTuple):
@@ -100,12 +129,15 @@ def spans(r, of, C: tl.constexpr):
     else:
         first = r.to(tl.int64) * of.tokens
         count = tl.where(inside, of.tokens, 0).to(tl.int64)
+    used = count
     if C.USED:
         used = tl.load(of.used + r, mask=inside, other=0).to(tl.int64)
         count = tl.minimum(tl.maximum(used, 0), count)
     start = r.to(tl.int64) * 0
-    if C.STARTS:
+    if C.STARTS != 0:
         start += tl.load(of.starts + r, mask=inside, other=0)
+    if C.STARTS == 2:
+        start -= used
     return first, start, count
 
 
@@ -187,6 +219,16 @@ def members(
     return kv, tl.where(there[:, None], z, float("-inf")), tl.where(own, first + j, -1)
 
 
+@triton.jit
+def _grown(top, total, acc, kv, z):
+    """The running softmax of each channel over more tokens [.., channels]; z -inf: none."""
+    peak = tl.maximum(top, tl.max(z, 0))
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    share = tl.exp(z - base[None, :])
+    kept = tl.exp(top - base)
+    return peak, total * kept + tl.sum(share, 0), acc * kept + tl.sum(share * kv, 0)
+
+
 @triton.jit(
     do_not_specialize=[
         "tokens", "requests", "each", "table_stride", "columns", "pages", "page"
@@ -230,13 +272,7 @@ def _pool(
             kv, z, _ = members(
                 i, d, request, number, product, run_stride, ape, state, state_page, of, C
             )
-            peak = tl.maximum(top, tl.max(z, 0))
-            base = tl.where(peak == float("-inf"), 0.0, peak)
-            share = tl.exp(z - base[None, :])
-            kept = tl.exp(top - base)
-            total = total * kept + tl.sum(share, 0)
-            acc = acc * kept + tl.sum(share * kv, 0)
-            top = peak
+            top, total, acc = _grown(top, total, acc, kv, z)
         at = row.to(tl.int64) * C.D + d
         tl.store(pooled + at, acc / total, mask=d < C.D)
         if PEAKS:
@@ -263,6 +299,59 @@ def partners(d, D: tl.constexpr, E: tl.constexpr):
         other = tl.where(first, d + HALF, d - HALF)
         pair = k % HALF
     return (d >= D - E.DR) & (d < D), first, other, pair * E.STEP
+
+
+@triton.jit
+def _store(y, row, request, number, to, C: tl.constexpr, E: tl.constexpr):
+    """An entry in float32, normed and rotated, to wherever it goes; number -1: there is none."""
+    closed = number >= 0
+    d = tl.arange(0, E.BLOCK_D)
+    at = row.to(tl.int64) * C.D
+    y = tl.reshape(y, [1, E.BLOCK_D])
+    h = y
+    if E.HADAMARD:
+        h = quantise.hadamard(y, E.SCALE, E.ROUNDS)
+    column = d[None, :]
+    if E.OUT:
+        tl.store(to.out + at + column, h.to(to.out.dtype.element_ty), mask=column < C.D)
+    if E.CACHE:
+        w = number // to.page
+        there = closed & (w < to.columns)
+        entry = tl.load(
+            to.table + request.to(tl.int64) * to.table_stride + w, mask=there, other=-1
+        ).to(tl.int64)
+        there = there & (entry >= 0) & (entry < to.pages)
+        entry = tl.where(there, entry, 0)
+        inner = number % to.page
+        if E.KIND == V4:
+            # tiles of 64, the last of them rotary channels in bfloat16
+            tile = tl.arange(0, 8)
+            y = quantise.bf16_rounded(tl.reshape(h, [8, 64]))
+            code, by = quantise.of_floats(y, 1.0, quantise.FP8, True)
+            lane = tl.arange(0, 64)[None, :]
+            place = to.cache + entry * to.cache_page + inner * 576
+            tl.store(place + tile[:, None] * 64 + lane, code, mask=there & (tile < 7)[:, None])
+            exponent = tl.where(tile < 7, by.to(tl.int32, bitcast=True) >> 23, 0)
+            tl.store(
+                to.scales + entry * to.scales_page + inner * 8 + tile,
+                exponent.to(tl.uint8),
+                mask=there & (tile < 8),
+            )
+            place = to.channels + entry * to.channels_page + inner * 288
+            place += (tile[:, None] - 7) * 64 + lane
+            tl.store(place, y.to(to.channels.dtype.element_ty), mask=there & (tile == 7)[:, None])
+        elif E.KIND == quantise.PLAIN:
+            place = to.cache + entry * to.cache_page + inner * C.D + column
+            tl.store(place, h.to(to.cache.dtype.element_ty), mask=there & (column < C.D))
+        else:
+            y = quantise.rotated(y, E.HADAMARD, E.BF16)
+            y, by = quantise.of_floats(y, 1.0, E.KIND, True)
+            place = to.cache + entry * to.cache_page + inner * C.D + column
+            tl.store(place, y, mask=there & (column < C.D))
+            by = quantise.stored(by, to.scales.dtype.element_ty)
+            lane = tl.arange(0, 1)
+            place = to.scales + entry * to.scales_page + inner + lane
+            tl.store(place, by, mask=there & (lane == 0))
 
 
 @triton.jit(
@@ -317,50 +406,148 @@ def _finish(
         z = tl.load(pooled + at + other, mask=rotated, other=0.0) * scale
         z = z * tl.load(norm + other, mask=rotated, other=0.0)
         y = tl.where(rotated, turned(y, z, s, c, first), y)
-    y = tl.reshape(y, [1, E.BLOCK_D])
-    h = y
-    if E.HADAMARD:
-        h = quantise.hadamard(y, E.SCALE, E.ROUNDS)
-    column = d[None, :]
-    if E.OUT:
-        tl.store(out + at + column, h.to(out.dtype.element_ty), mask=column < C.D)
-    if E.CACHE:
-        w = number // entry_page
-        there = closed & (w < entry_columns)
-        entry = tl.load(
-            entry_table + request.to(tl.int64) * entry_stride + w, mask=there, other=-1
-        ).to(tl.int64)
-        there = there & (entry >= 0) & (entry < entry_pages)
-        entry = tl.where(there, entry, 0)
-        inner = number % entry_page
-        if E.KIND == V4:
-            # tiles of 64, the last of them rotary channels in bfloat16
-            tile = tl.arange(0, 8)
-            y = quantise.bf16_rounded(tl.reshape(h, [8, 64]))
-            code, by = quantise.of_floats(y, 1.0, quantise.FP8, True)
-            lane = tl.arange(0, 64)[None, :]
-            to = values + entry * values_page + inner * 576
-            tl.store(to + tile[:, None] * 64 + lane, code, mask=there & (tile < 7)[:, None])
-            exponent = tl.where(tile < 7, by.to(tl.int32, bitcast=True) >> 23, 0)
-            tl.store(
-                scales + entry * scales_page + inner * 8 + tile,
-                exponent.to(tl.uint8),
-                mask=there & (tile < 8),
-            )
-            to = channels + entry * channels_page + inner * 288
-            to += (tile[:, None] - 7) * 64 + lane
-            tl.store(to, y.to(channels.dtype.element_ty), mask=there & (tile == 7)[:, None])
-        elif E.KIND == quantise.PLAIN:
-            to = values + entry * values_page + inner * C.D + column
-            tl.store(to, h.to(values.dtype.element_ty), mask=there & (column < C.D))
-        else:
-            y = quantise.rotated(y, E.HADAMARD, E.BF16)
-            y, by = quantise.of_floats(y, 1.0, E.KIND, True)
-            to = values + entry * values_page + inner * C.D + column
-            tl.store(to, y, mask=there & (column < C.D))
-            by = quantise.stored(by, scales.dtype.element_ty)
-            lane = tl.arange(0, 1)
-            tl.store(scales + entry * scales_page + inner + lane, by, mask=there & (lane == 0))
+    to = Entries(
+        out,
+        values,
+        scales,
+        channels,
+        values_page,
+        scales_page,
+        channels_page,
+        entry_table,
+        entry_stride,
+        entry_columns,
+        entry_pages,
+        entry_page,
+    )
+    _store(y, row, request, number, to, C, E)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tokens", "requests", "table_stride", "columns", "pages", "page", "entry_stride",
+        "entry_columns", "entry_pages", "entry_page",
+    ]
+)  # fmt: skip
+def _step(
+    product,
+    ape,
+    state,
+    norm,
+    sin,
+    cos,
+    out,
+    values,
+    scales,
+    channels,
+    entry_table,
+    entry_stride,
+    entry_columns,
+    entry_pages,
+    entry_page,
+    bounds,
+    used,
+    starts,
+    table,
+    tokens,
+    requests,
+    table_stride,
+    columns,
+    pages,
+    page,
+    eps,
+    strides,
+    C: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    CHAINED: tl.constexpr,
+    LATE: tl.constexpr,
+    SECOND: tl.constexpr,
+):
+    """A request: the entry that its tokens close, and their states, which take the places of
+    history that is read before."""
+    run_stride, row_stride, state_page, angle_row, values_page, scales_page, channels_page = strides
+    of = Requests(bounds, used, starts, table, tokens, requests, table_stride, columns, pages, page)
+    WIDTH: tl.constexpr = C.COFF * C.D
+    HALVES: tl.constexpr = C.COFF
+    if CHAINED and not SECOND:
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    request, number = window_of(row, 1, of, C)
+    number = tl.maximum(number, -1)
+    first, start, count = spans(row, of, C)
+    d = tl.arange(0, E.BLOCK_D)
+    on_d = d < C.D
+    top = tl.full([E.BLOCK_D], float("-inf"), tl.float32)
+    total = tl.full([E.BLOCK_D], 0.0, tl.float32)
+    acc = tl.full([E.BLOCK_D], 0.0, tl.float32)
+    begin = (number - (C.COFF - 1)) * C.RATIO
+    old = tl.where(number >= 0, tl.minimum(start - begin, C.COFF * C.RATIO), 0).to(tl.int32)
+    for lo in tl.range(0, old, BLOCK_L):
+        i = lo + tl.arange(0, BLOCK_L)
+        position = begin + i
+        place, there = _state_at(
+            position, (i < old) & (position >= 0), request, of, 2 * WIDTH, state_page, C.RING
+        )
+        at = state + place[:, None] + (i // C.RATIO * C.D)[:, None] + d[None, :]
+        mask = there[:, None] & on_d[None, :]
+        kv = tl.load(at, mask=mask, other=0.0)
+        z = tl.load(at + WIDTH, mask=mask, other=float("-inf"))
+        top, total, acc = _grown(top, total, acc, kv, z)
+    tl.debug_barrier()  # every thread has read its history
+    if CHAINED and not LATE:
+        gdc_wait()
+    if CHAINED and SECOND:
+        gdc_launch_dependents()
+    for j in tl.range(0, count.to(tl.int32)):
+        position = start + j
+        there = position >= 0
+        kept = there
+        if C.RING:
+            kept = kept & (position >= start + count - columns.to(tl.int64) * page)
+        place, kept = _state_at(position, kept, request, of, 2 * WIDTH, state_page, C.RING)
+        share = position // C.RATIO - (number - (C.COFF - 1))
+        for half in tl.static_range(HALVES):
+            channel = half * C.D + d
+            mask = on_d & there
+            at = (first + j) * row_stride + channel
+            kv = _added(product, at, mask, run_stride, C.RUNS)
+            z = _added(product, at + WIDTH, mask, run_stride, C.RUNS)
+            z += tl.load(ape + position % C.RATIO * WIDTH + channel, mask=mask, other=0.0)
+            tl.store(state + place + channel, kv, mask=on_d & kept)
+            tl.store(state + place + channel + WIDTH, z, mask=on_d & kept)
+            z = tl.where(there & (number >= 0) & (share == half), z, float("-inf"))
+            top, total, acc = _grown(top, total, acc, kv[None, :], z[None, :])
+    if number >= (-1 if E.OUT else 0):
+        y = tl.where(on_d & (number >= 0), acc / total, 0.0)
+        y *= 1.0 / tl.sqrt(tl.sum(y * y, 0) / C.D + eps)
+        y *= tl.load(norm + d, mask=on_d, other=0.0)
+        if E.DR > 0:
+            rotated, is_first, _, angle = partners(d, C.D, E)
+            rotated = rotated & (number >= 0)
+            angle += row.to(tl.int64) * angle_row
+            s = tl.load(sin + angle, mask=rotated, other=0.0).to(tl.float32)
+            c = tl.load(cos + angle, mask=rotated, other=0.0).to(tl.float32)
+            left, right = tl.split(tl.reshape(y, [E.BLOCK_D // 2, 2]))
+            other = tl.reshape(tl.join(right, left), [E.BLOCK_D])
+            y = tl.where(rotated, turned(y, other, s, c, is_first), y)
+        to = Entries(
+            out,
+            values,
+            scales,
+            channels,
+            values_page,
+            scales_page,
+            channels_page,
+            entry_table,
+            entry_stride,
+            entry_columns,
+            entry_pages,
+            entry_page,
+        )
+        _store(y, row, request, number, to, C, E)
+    if CHAINED and LATE:
+        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["tokens", "requests", "table_stride", "columns", "pages", "page"])
@@ -433,6 +620,57 @@ class Pooled(NamedTuple):
     constants: Constants
 
 
+def _asked(
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    seqused: Tensor | None,
+    start_pos: Tensor | None,
+    coff: int,
+    ratio: int,
+    size: int,
+    runs: int,
+    state: Tensor | None,
+    table: Tensor | None,
+    ring: bool,
+    ends: bool = False,
+) -> tuple[dict[str, Any], Constants]:
+    """(the requests and the pages of their states by name, what is known of them)"""
+    packed = cu_seqlens is not None
+    requests = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else x.shape[0]
+    constants = Constants(
+        PACKED=packed,
+        REQUESTS=power_of_two(requests) if packed else 1,
+        USED=seqused is not None,
+        STARTS=AT_0 if start_pos is None else ENDS if ends else BEGINS,
+        RATIO=ratio,
+        COFF=coff,
+        D=size,
+        RUNS=runs,
+        STATE=state is not None,
+        RING=ring,
+    )
+    given = dict(
+        bounds=x if cu_seqlens is None else cu_seqlens,
+        used=x if seqused is None else seqused,
+        starts=x if start_pos is None else start_pos,
+        tokens=x.shape[:-1].numel() if packed else x.shape[1],
+        requests=requests,
+        table=x if table is None else table,
+        table_stride=0 if table is None else table.stride(0),
+        columns=0 if table is None else table.shape[1],
+        pages=0 if state is None else state.shape[0],
+        page=1 if state is None else state.shape[1],
+    )
+    return given, constants
+
+
+def _products(x: Tensor, weights: list[Tensor]) -> Tensor:
+    """[runs, T, their widths joined]"""
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    given = [(w.contiguous(), w.shape[0]) for w in weights]
+    return nz_matmul.product(flat, given, "linear", keep_float=True, first=True)
+
+
 def pool(
     a: Dense,
     shape: list[int],
@@ -443,44 +681,20 @@ def pool(
     peaks: bool = False,
 ) -> Pooled:
     """C [E, D] in float32 of the windows that close, for an output of that `shape`."""
-    x, ape, size = a["x"], a["ape"], a["norm_weight"].shape[0]
-    cu_seqlens, seqused, coff = a["cu_seqlens"], a["seqused"], a["coff"]
-    ratio, width = ape.shape[0], coff * size
-    flat = x.reshape(-1, x.shape[-1]).contiguous()
-    product = nz_matmul.product(
-        flat,
-        [(w.contiguous(), width) for w in (a["wkv"], a["wgate"])],
-        "linear",
-        keep_float=True,
-        first=True,
-    )
-    packed = cu_seqlens is not None
-    requests = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else x.shape[0]
-    constants = Constants(
-        PACKED=packed,
-        REQUESTS=power_of_two(requests) if packed else 1,
-        USED=seqused is not None,
-        STARTS=start_pos is not None,
-        RATIO=ratio,
-        COFF=coff,
-        D=size,
-        RUNS=product.shape[0],
-        STATE=state is not None,
-        RING=ring,
-    )
-    given = dict(
-        bounds=x if cu_seqlens is None else cu_seqlens,
-        used=x if seqused is None else seqused,
-        starts=x if start_pos is None else start_pos,
-        tokens=flat.shape[0] if packed else x.shape[1],
-        requests=requests,
-    )
-    pages = dict(
-        table=x if table is None else table,
-        table_stride=0 if table is None else table.stride(0),
-        columns=0 if table is None else table.shape[1],
-        pages=0 if state is None else state.shape[0],
-        page=1 if state is None else state.shape[1],
+    x, ape, size, coff = a["x"], a["ape"], a["norm_weight"].shape[0], a["coff"]
+    ratio, product = ape.shape[0], _products(x, [a["wkv"], a["wgate"]])
+    asked, constants = _asked(
+        x,
+        a["cu_seqlens"],
+        a["seqused"],
+        start_pos,
+        coff,
+        ratio,
+        size,
+        product.shape[0],
+        state,
+        table,
+        ring,
     )
     count = torch.Size(shape).numel()
     out = memory.empty((count, size), torch.float32, x.device)
@@ -494,8 +708,7 @@ def pool(
         0 if state is None else state.stride(0),
         out,
         out if logs is None else logs,
-        **given,
-        **pages,
+        **asked,
         each=max(shape[-1], 1),
         C=constants,
         PEAKS=peaks,
@@ -503,7 +716,7 @@ def pool(
         BLOCK_L=min(16, power_of_two(coff * ratio)),
         num_warps=4,
     )
-    return Pooled(product, out, logs, max(shape[-1], 1), given | pages, constants)
+    return Pooled(product, out, logs, max(shape[-1], 1), asked, constants)
 
 
 def ending(
@@ -568,38 +781,136 @@ def finish(
     )
 
 
-def forward(**a: Unpack[Arguments]) -> Tensor:
-    x, state_cache, cu_seqlens = a["x"], a["state_cache"], a["cu_seqlens"]
-    cmp_cache, kind, return_cmp_kv = a["cmp_cache"], a["kind"], a["return_cmp_kv"]
-    size, shape = a["norm_weight"].shape[0], compressed.rows(x, cu_seqlens, a["cmp_ratio"])
-    out = memory.empty((*shape, size) if return_cmp_kv else (0,), x.dtype, x.device)
-    if nothing(x, cu_seqlens, size):
-        return out.zero_()
-    ring = a["cache_mode"] == compressed.RING
-    made = pool(a, shape, a["start_pos"], state_cache, a["state_block_table"], ring)
-    stored = dict(CACHE=cmp_cache is not None and cmp_cache.numel() > 0, OUT=return_cmp_kv)
+class _Stored(NamedTuple):
+    """Where entries go, and how they end."""
+
+    out: Tensor
+    values: Tensor | None
+    scales: Tensor | None
+    channels: Tensor | None
+    end: Ending
+
+
+def _stored(a: Arguments) -> _Stored:
+    x, cmp_cache, kind = a["x"], a["cmp_cache"], a["kind"]
+    size, shape = a["norm_weight"].shape[0], compressed.rows(x, a["cu_seqlens"], a["cmp_ratio"])
+    out = memory.empty((*shape, size) if a["return_cmp_kv"] else (0,), x.dtype, x.device)
+    how = dict(CACHE=cmp_cache is not None and cmp_cache.numel() > 0, OUT=a["return_cmp_kv"])
     values, scales, channels = cmp_cache, a["cmp_scale_cache"], None
     if cmp_cache is not None and kind == "fp8" and size == quantised.V4_WIDTH:
         values, channels, scales = quantised.v4_parts(cmp_cache)
         values = quantise.in_bytes(values)
-        stored |= dict(KIND=V4.value)
+        how |= dict(KIND=V4.value)
     elif cmp_cache is not None and kind != "none":
         if scales is None:
             values, scales = quantised.index_cache_views(cmp_cache, kind)
         else:
             values = cmp_cache.view(quantised.VALUES[kind])
         values = quantise.in_bytes(values)
-        stored |= dict(KIND=quantise.kind_of(kind), BF16=a["hadamard_round"] == "bf16")
-    end = ending(a["rope_sin"], size, a["rope_head_dim"], a["rotary_mode"], a["hadamard"], **stored)
-    if return_cmp_kv or end.CACHE:
+        how |= dict(KIND=quantise.kind_of(kind), BF16=a["hadamard_round"] == "bf16")
+    end = ending(a["rope_sin"], size, a["rope_head_dim"], a["rotary_mode"], a["hadamard"], **how)
+    return _Stored(out, values, scales, channels, end)
+
+
+def is_few(**a: Unpack[Arguments]) -> bool:
+    """Whether a program does all of a request."""
+    size, turned = a["norm_weight"].shape[0], a["rope_head_dim"]
+    return (
+        a["cu_seqlens"] is None
+        and a["x"].shape[1] <= min(FEW, a["cmp_ratio"])
+        and size % 2 == 0
+        and size <= NARROW
+        and (turned == 0 or a["rotary_mode"] == compressed.PAIRS)
+        and a["state_cache"].numel() > 0
+        and a["state_block_table"] is not None
+        and a["state_block_table"].numel() > 0
+    )
+
+
+def steps(*calls: Arguments, ends: bool = False) -> list[Tensor]:
+    """One or two calls on the same x, each of few tokens; `ends`: their `start_pos` is where
+    requests end.  The second one begins when the product has ended, beside the first."""
+    x = calls[0]["x"]
+    product = _products(x, [w for a in calls for w in (a["wkv"], a["wgate"])])
+    chained = gpu.has_chained_launch(x.device)
+    outs: list[Tensor] = []
+    column = 0
+    for number, a in enumerate(calls):
+        size, coff, state = a["norm_weight"].shape[0], a["coff"], a["state_cache"]
+        made, table = _stored(a), a["cmp_block_table"]
+        asked, constants = _asked(
+            x,
+            None,
+            a["seqused"],
+            a["start_pos"],
+            coff,
+            a["cmp_ratio"],
+            size,
+            product.shape[0],
+            state,
+            a["state_block_table"],
+            a["cache_mode"] == compressed.RING,
+            ends,
+        )
+        sin, cos, angle_row = angles(a["rope_sin"], a["rope_cos"])
+        stores = [made.values, made.scales, made.channels]
+        BLOCK_L = min(32, power_of_two(coff * a["cmp_ratio"]))
+        launches.kernel(_step, x.shape[0])(
+            product[..., column:],
+            a["ape"],
+            state,
+            a["norm_weight"],
+            sin,
+            cos,
+            made.out,
+            *(product if part is None else part for part in stores),
+            product if table is None else table,
+            0 if table is None else table.stride(0),
+            0 if table is None else table.shape[1],
+            0 if made.values is None else made.values.shape[0],
+            1 if made.values is None else made.values.shape[1],
+            **asked,
+            eps=a["norm_eps"],
+            strides=(
+                product.stride(0),
+                product.stride(1),
+                state.stride(0),
+                angle_row,
+                *(0 if part is None else part.stride(0) for part in stores),
+            ),
+            C=constants,
+            E=made.end,
+            BLOCK_L=BLOCK_L,
+            CHAINED=chained,
+            LATE=number > 0,
+            SECOND=number == 0 and len(calls) > 1,
+            num_warps=max(4, min(16, BLOCK_L * power_of_two(size) // 512)),
+            launch_pdl=chained,
+        )
+        column += 2 * coff * size
+        outs.append(made.out)
+    return outs
+
+
+def forward(**a: Unpack[Arguments]) -> Tensor:
+    x, state_cache, cu_seqlens = a["x"], a["state_cache"], a["cu_seqlens"]
+    size = a["norm_weight"].shape[0]
+    if nothing(x, cu_seqlens, size):
+        return _stored(a).out.zero_()
+    if is_few(**a):
+        return steps(a)[0]
+    shape, ring = compressed.rows(x, cu_seqlens, a["cmp_ratio"]), a["cache_mode"] == compressed.RING
+    made = pool(a, shape, a["start_pos"], state_cache, a["state_block_table"], ring)
+    to = _stored(a)
+    if a["return_cmp_kv"] or to.end.CACHE:
         finish(
             made,
             a,
-            out,
-            end,
-            values,
-            scales,
-            channels,
+            to.out,
+            to.end,
+            to.values,
+            to.scales,
+            to.channels,
             a["cmp_block_table"],
         )
     width = 2 * a["coff"] * size
@@ -616,7 +927,7 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
             BLOCK_W=min(WIDE, power_of_two(width)),
             num_warps=4,
         )
-    return out
+    return to.out
 
 
 def nothing(x: Tensor, cu_seqlens: Tensor | None, size: int) -> bool:

@@ -17,8 +17,8 @@ All stages are asked whether they can run before the first of them writes.
                                  indexer/lightning_indexer.py then sparse_attn_sharedkv.py then
                                  grouped_o_proj_pto.py
 
-CSA compresses twice, for its keys and for the indexer.  Rows in 8 bits are attended by
-kv_quant_sparse_attn_sharedkv.py.
+CSA compresses twice, for its keys and for the indexer: of few tokens with one product.  Rows in 8
+bits are attended by kv_quant_sparse_attn_sharedkv.py.  All launches overlap the one ahead.
 """
 
 from __future__ import annotations
@@ -56,6 +56,15 @@ REASONS = layer_v4.Stages(
 )
 
 
+def _few(a: layer_v4.Layer) -> list[dict[str, Any]]:
+    """What the compressors take of a step of few tokens, which share a product and find out where
+    requests begin; empty where tokens are many, or none."""
+    of_each = [a.of_entries] if a.idx_k is None else [a.of_entries, a.of_index_keys]
+    calls = [of(a.act_seqs) for of in of_each]
+    few = a.x.numel() > 0 and all(compressor.is_few(**call) for call in calls)
+    return calls if few else []
+
+
 def unsupported(**arguments: Any) -> str | None:
     return layer_v4.Layer(**arguments).unsupported(REASONS)
 
@@ -65,10 +74,14 @@ def forward(**arguments: Any) -> Tensor:
     query, _, query_index, weights = sharedkv_prolog_pto.forward(**a.of_prolog())
     indices = None
     if a.cmp_kv is not None:
-        start = a.starts()
-        compressor.forward(**a.of_entries(start))
+        if few := _few(a):
+            compressor.steps(*few, ends=True)
+        else:
+            start = a.starts()
+            compressor.forward(**a.of_entries(start))
+            if a.idx_k is not None:
+                compressor.forward(**a.of_index_keys(start))
         if a.idx_k is not None:
-            compressor.forward(**a.of_index_keys(start))
             indices = a.selected(STAGES, query_index, weights)
     out = a.attention(STAGES)(**a.of_attention(query, indices))[0]
     last, given = a.output(STAGES, out)

@@ -89,6 +89,15 @@ def test_kernels_compile(op, capability, monkeypatch):
     assert all(kernel.metadata.shared <= 99 * 1024 for kernel in kernels) or capability == 90
 
 
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@gpus
+def test_a_step_of_a_layer_compresses_in_three_launches(capability, monkeypatch):
+    op = "npu_sparse_attention_v4_pto"
+    step = sample(op, torch.device("cpu"), torch.bfloat16, S=1)
+    kernels = [kernel.name for kernel in compiled(op, capability, monkeypatch, **step)]
+    assert kernels[4:8] == ["_product", "_step", "_step", "_scores"]
+
+
 NARROW = {
     "npu_sharedkv_prolog_pto": "_activations _product _product _tokens"
     " _activations _product _heads",
