@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import quantised
 from ...dispatch.ops.caches.latent_cache_write import Arguments
-from ..common import quantise
+from ..common import gpu, handover, quantise
 from ..runtime import launches
 
 TILES = 8  # that a program takes: two tokens
@@ -99,8 +99,11 @@ def _write_v4(
     TILES: tl.constexpr,
     OF_ROW: tl.constexpr,
     SIZE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """page_bytes: from page to page; `rope` holds 16 bits."""
+    if CHAINED:
+        handover.begin(True)
     at = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
     token = at // OF_ROW
     tile = at % OF_ROW
@@ -136,6 +139,7 @@ def forward(**x: Unpack[Arguments]) -> None:
     if x["row_layout"] == quantised.V4:
         values, rope, scales = quantised.v4_parts(rows)
         tiles = ckv.shape[0] * quantised.V4_SCALES
+        chained = gpu.has_chained_launch(ckv.device)
         launches.kernel(_write_v4, triton.cdiv(tiles, 2 * TILES))(
             ckv,
             k_rope.view(torch.int16),
@@ -154,7 +158,9 @@ def forward(**x: Unpack[Arguments]) -> None:
             TILES=2 * TILES,
             OF_ROW=quantised.V4_SCALES,
             SIZE=quantised.V4_TILE,
+            CHAINED=chained,
             num_warps=4,
+            launch_pdl=chained,
         )
         return
     parts = quantised.row_parts(rows, x["row_layout"], quantised.VALUES[x["kind"]], torch.int16)

@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import memory, quantised
 from ...dispatch.ops.caches.quantize_index_query import Arguments
-from ..common import quantise
+from ..common import gpu, handover, quantise
 from ..runtime import launches
 
 ROWS = 16  # that a program takes
@@ -44,7 +44,10 @@ def _quantise(
     FOLD: tl.constexpr,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    if CHAINED:
+        handover.begin(True)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token = row // heads
     head = row % heads
@@ -73,6 +76,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         return values, scales
     heads, size = q.shape[-2:]
     flat, w = q.reshape(-1, heads, size), x["weights"].reshape(-1, heads)
+    chained = gpu.has_chained_launch(flat.device)
     launches.kernel(_quantise, triton.cdiv(scales.numel(), ROWS))(
         flat,
         w,
@@ -89,6 +93,8 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         FOLD=x["fold"],
         ROWS=ROWS,
         SIZE=size,
+        CHAINED=chained,
         num_warps=4,
+        launch_pdl=chained,
     )
     return values, scales
