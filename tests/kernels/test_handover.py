@@ -27,11 +27,19 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 from triton.runtime.jit import KernelInterface
 
-from custom.bench import case, eight_bits, sparse_attention
+from custom.bench import (
+    case,
+    eight_bits,
+    shared_kv_prolog,
+    sparse_attention,
+    sparse_attention_v4,
+)
 
 from ..support.handovers import Launch, faults
 
 OPS = [spec.name for spec in SPECS if backends.has_kernel(backends.CUDA, spec)]
+# of DeepSeek-V4's layer
+SMALL = shared_kv_prolog.Model("small", 256, 8, 64, 4)
 CASES = [
     sparse_attention.layer_case(2, 1, 128, 4096),
     sparse_attention.layer_case(200, 1, 128, 1024),
@@ -46,6 +54,10 @@ CASES = [
     eight_bits.indexer_prolog_case(4, "fp8"),
     eight_bits.indexer_prolog_case(4, "int8"),
     eight_bits.layer_case(2, 128, 4096),
+    shared_kv_prolog.output_case(2, SMALL),
+    sparse_attention_v4.layer_case(2, 1, SMALL, "CSA", 4096, 512),
+    sparse_attention_v4.layer_case(2, 1, SMALL, "HCA", 4096, 0),
+    sparse_attention_v4.layer_case(1, 9, SMALL, "CSA", 4096, 512),
 ]
 
 
