@@ -32,6 +32,7 @@ from ...dispatch.common import memory
 from ...dispatch.ops.delta_rule.chunk_gated_delta_rule import Arguments
 from ..common import gpu
 from ..common.chunks import CHUNK, chunk_rows, heads_of, sequence_lengths, unit_inverse
+from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from .hopper import chunk_gated_delta_rule as hopper
 
@@ -307,11 +308,11 @@ def _plain(
     w = memory.empty((T, NV, DK), half, device)
     p = memory.empty((T, NV, CHUNK.value), half, device)
     sums = memory.empty((T, NV), torch.float32, device)
-    DK_PAD = max(16, triton.next_power_of_2(DK))
-    padded = max(16, triton.next_power_of_2(sequences))
+    DK_PAD = max(16, power_of_two(DK))
+    padded = max(16, power_of_two(sequences))
     BLOCK_V, stages = walk_tiling(DK_PAD, device)
     # every sequence may end in a part of a chunk
-    chunks = triton.cdiv(T, CHUNK.value) + (0 if actual_seq_lengths is None else sequences)
+    chunks = cdiv(T, CHUNK.value) + (0 if actual_seq_lengths is None else sequences)
     if T > 0:
         launches.kernel(_chunks_kernel, chunks, NV)(
             query,
@@ -339,7 +340,7 @@ def _plain(
             DK=DK,
             DV=DV,
             DK_PAD=DK_PAD,
-            DV_PAD=max(16, triton.next_power_of_2(DV)),
+            DV_PAD=max(16, power_of_two(DV)),
             SEQUENCES=padded,
             VARLEN=actual_seq_lengths is not None,
             BETA=beta is not None,
@@ -347,7 +348,7 @@ def _plain(
             PRECISION="tf32" if half is torch.bfloat16 else "tf32x3",
             num_warps=2,
         )
-    launches.kernel(_states_kernel, sequences * NV * triton.cdiv(DV, BLOCK_V))(
+    launches.kernel(_states_kernel, sequences * NV * cdiv(DV, BLOCK_V))(
         query,
         key,
         u,

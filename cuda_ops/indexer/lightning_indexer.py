@@ -29,6 +29,7 @@ from typing_extensions import Unpack
 from ...dispatch.common import memory
 from ...dispatch.ops.indexer.lightning_indexer import Arguments, Selection
 from ..common import gpu, quantise, rows
+from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from . import topk
 from .hopper import lightning_indexer as hopper
@@ -234,8 +235,8 @@ def shape(
 ) -> tuple[int, int, int, int] | None:
     """(ROWS, BLOCK_H, BLOCK_D, STAGES) for up to `together` rows that share the keys that pass by,
     the first that fits into this GPU; the product has 256 columns at most."""
-    h_tile, d_tile = (max(16, triton.next_power_of_2(size)) for size in (heads, dim))
-    most = min(4, 256 // h_tile, triton.next_power_of_2(together))
+    h_tile, d_tile = (max(16, power_of_two(size)) for size in (heads, dim))
+    most = min(4, 256 // h_tile, power_of_two(together))
     for shared in (4, 2, 1):
         for stages in (3, 2):
             # a tile of keys for each stage but one, unless the product reads it from there too
@@ -321,13 +322,13 @@ def scores_of(
     q = query.reshape(plan.rows, heads, dim)
     w = weights.reshape(plan.rows, heads)
     max_kv_len = max(plan.max_kv_len, 1)
-    per_request = triton.cdiv(plan.rows, max(plan.arguments["requests"], 1))
+    per_request = cdiv(plan.rows, max(plan.arguments["requests"], 1))
     found = shape(per_request, heads, dim, device)
     assert found is not None
     shared, h_tile, d_tile, stages = found
     if kind == quantise.INT8.value:
         d_tile = max(32, d_tile)  # the least depth of a product of bytes
-    score_row = triton.cdiv(max_kv_len, topk.BLOCK) * topk.BLOCK
+    score_row = cdiv(max_kv_len, topk.BLOCK) * topk.BLOCK
     chunk_rows = max(shared, min(plan.rows, CHUNK_BYTES // (4 * score_row) // shared * shared))
     score = memory.empty((chunk_rows, score_row), torch.float32, device)
     sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
@@ -346,12 +347,12 @@ def scores_of(
     lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
     # row, 9.4 us; 2048 for 128 rows, 567 with the top-k
-    alone = shared == 1 and plan.rows * triton.cdiv(max_kv_len, 128) <= 16 * gpu.num_sms(device)
+    alone = shared == 1 and plan.rows * cdiv(max_kv_len, 128) <= 16 * gpu.num_sms(device)
     # as many programs as keep all processors busy twice over, where there are keys enough
-    items = triton.cdiv(plan.rows, shared) * max_kv_len
-    share = triton.next_power_of_2(triton.cdiv(items, 2 * gpu.num_sms(device)))
+    items = cdiv(plan.rows, shared) * max_kv_len
+    share = power_of_two(cdiv(items, 2 * gpu.num_sms(device)))
     per_chunk = 128 if alone else max(BLOCK_N, min(2048 if shared == 1 else 4096, share))
-    chunks = triton.cdiv(max_kv_len, per_chunk)
+    chunks = cdiv(max_kv_len, per_chunk)
     flat_indices = indices.view(plan.rows, sparse_count)
     flat_values = values.view(plan.rows, sparse_count) if wanted else values
     one_page = layout_key == "PA_BSND" and plan.layout.PAGE % BLOCK_N == 0
@@ -391,7 +392,7 @@ def scores_of(
                 cmp_ratio,
             )
         else:
-            launches.kernel(_scores, triton.cdiv(count, shared) * chunks)(
+            launches.kernel(_scores, cdiv(count, shared) * chunks)(
                 q,
                 key,
                 w,

@@ -42,6 +42,7 @@ from ..common import gpu, quantise, rows
 from ..common.combine import Parts, combine, is_chained
 from ..common.log2 import LN2, LOG2E
 from ..common.selection import Attention, selected, slot_of
+from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from .hopper import kv_quant_sparse_flash_attention as of_8_bits
 from .hopper import sparse_flash_attention as hopper
@@ -401,7 +402,7 @@ class Tiles:
 def shared_bytes(tile: Tiles, rope: int, wgmma: bool) -> int:
     """Of shared memory that a program takes, at most: its queries, one tile of keys (two where
     wgmma reads them, and the first half again where there are two), and the probabilities."""
-    wide = tile.left + tile.right + (max(16, triton.next_power_of_2(rope)) if rope else 0)
+    wide = tile.left + tile.right + (max(16, power_of_two(rope)) if rope else 0)
     held = 2 if wgmma and tile.heads == 64 else 1
     keys = tile.keys * (held * wide + (tile.left if tile.right else 0))
     return 2 * (tile.heads * wide + keys + tile.heads * tile.keys) + 1024
@@ -421,11 +422,11 @@ def tiles(
     """For `count` query rows, the first of up to `largest` heads that fits into this GPU.  On an
     H200, 2026-11, plain kernels alone, bf16, R = 512, K = 2048, 128 heads: 128 rows took 255 us by
     64 heads x 64 keys, 470 by 32 x 32 and 508 by 16 x 64; 1 row 16 us by 16 x 64 in 16 splits."""
-    left, right = max(16, triton.next_power_of_2(rank)), 0
+    left, right = max(16, power_of_two(rank)), 0
     if rank > 512:
-        left, right = 512, max(16, triton.next_power_of_2(rank - 512))
+        left, right = 512, max(16, power_of_two(rank - 512))
     # so few rows that every 32 keys have a program of their own: 16 heads, 1 row 8.6 us, not 11.4
-    lone = count * triton.cdiv(heads, 16) * triton.cdiv(entries, 32) <= gpu.num_sms(device)
+    lone = count * cdiv(heads, 16) * cdiv(entries, 32) <= gpu.num_sms(device)
     tiers: list[Tiles] = []
     if not apart and rank <= 512:
         if heads >= 64 and count > 8:
@@ -443,7 +444,7 @@ def tiles(
     # programs for every processor, one of 64 heads or two, of at least 128 keys each unless alone
     least = 32 if lone else 128
     room = gpu.num_sms(device) * (1 if tile.heads == 64 else 2)
-    items, splits = count * triton.cdiv(heads, tile.heads), 1
+    items, splits = count * cdiv(heads, tile.heads), 1
     while 2 * splits * items <= room and 2 * splits * least <= entries:
         splits *= 2
     # 8 bits that are on their way lie beside what they stand for
@@ -578,10 +579,10 @@ def _plain(
     tile = tiles(count, heads, entries, rank, call.rope, apart, call.key.itemsize, device)
     assert tile is not None
     parts = Parts.of(tile.splits, count * heads, rank, call.softmax_max)
-    per_split = triton.cdiv(triton.cdiv(entries, tile.splits), tile.keys) * tile.keys
+    per_split = cdiv(cdiv(entries, tile.splits), tile.keys) * tile.keys
     slots = memory.empty((count, tile.splits * per_split), torch.int32, device)
     of_keys = rows.strides(layout_kv, call.key, call.kr, value, key_scale, value_scale)
-    launches.kernel(_attend, count * tile.splits * triton.cdiv(heads, tile.heads))(
+    launches.kernel(_attend, count * tile.splits * cdiv(heads, tile.heads))(
         call.q,
         call.qr,
         call.key,
@@ -619,7 +620,7 @@ def _plain(
             BLOCK_N=tile.keys,
             LEFT=tile.left,
             RIGHT=tile.right,
-            BLOCK_D=max(16, triton.next_power_of_2(call.rope)),
+            BLOCK_D=max(16, power_of_two(call.rope)),
             PLACE=min(1024, triton.next_power_of_2(max(per_split, tile.keys))),
             STAGES=tile.stages,
             BRANCH=tile.heads == 64 and gpu.reads_shared(device),

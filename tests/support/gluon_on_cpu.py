@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import torch
 import triton
 from custom.cuda_ops.common import gluon_names
+from custom.cuda_ops.common.hopper import tma
 
 
 class Block(torch.Tensor):
@@ -494,6 +495,8 @@ def stand_in(monkeypatch, *modules, at=None):
     instead["fetch"] = lambda *_: None
     instead["forget"] = gl.barriers.forget
     instead["TensorDescriptor"] = _described
+    for name in ("_layout", "_layout_of"):  # none that is kept for the compiler
+        instead[name] = getattr(tma, name).__wrapped__
     instead["warpgroup_mma_wait"] = _finished
     for name in ("barrier", "gdc_wait", "gdc_launch_dependents", "fence_async_shared"):
         instead[name] = lambda: None

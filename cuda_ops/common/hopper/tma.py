@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -17,6 +19,19 @@ from ..gluon_names import barrier
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 _FAR = 1 << 30
 _WRAP = 1 << 34
+
+
+@cache
+def _layout(swizzle: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
+    """Made once: it takes Gluon 10 us."""
+    return gl.NVMMASharedLayout(swizzle, bits, rank=rank)
+
+
+@cache
+def _layout_of(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    eight = dtype is torch.float8_e4m3fn
+    kind = gl.float8e4nv if eight else DTYPES[dtype]
+    return gl.NVMMASharedLayout.get_default_for([*block], kind)
 
 
 def aligned(*tensors: Tensor) -> bool:
@@ -36,7 +51,7 @@ def describe(tensor: Tensor, rows: int, width: int, varlen: bool) -> TensorDescr
     tensor reads as zeros and is not written."""
     size = tensor.shape[-1]
     block = [1, 1, 1, rows, width]
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[tensor.dtype])
+    layout = _layout_of(tuple(block), tensor.dtype)
     unit = 16 // tensor.element_size()
     batch, head, row = strides(tensor)
     if varlen:
@@ -53,7 +68,7 @@ def describe(tensor: Tensor, rows: int, width: int, varlen: bool) -> TensorDescr
 
 def describe_row(tensor: Tensor, count: int) -> TensorDescriptor:
     """Blocks of `count` numbers of a contiguous float32 tensor."""
-    layout = gl.NVMMASharedLayout(0, 32, 1)
+    layout = _layout(0, 32, 1)
     return TensorDescriptor(tensor, [tensor.numel()], [1], [count], layout)
 
 
@@ -82,14 +97,14 @@ def at(batch, head, first, count, row, VARLEN: gl.constexpr, column=0):
 
 def describe_nz(weight: Tensor, depth: int, size: int, columns: int, k: int) -> TensorDescriptor:
     """Blocks [columns / 16, k, 16] of an NZ weight [depth, size]."""
-    layout = gl.NVMMASharedLayout(32, 16, rank=3)
+    layout = _layout(32, 16, rank=3)
     shape, block = [max(size, 16) // 16, depth, 16], [columns // 16, k, 16]
     return TensorDescriptor(weight, shape, [depth * 16, 16, 1], block, layout)
 
 
 def describe_matrix(tensor: Tensor, rows: int, columns: int, block: list[int]) -> TensorDescriptor:
     """Blocks of a contiguous matrix."""
-    layout = gl.NVMMASharedLayout(min(128, 2 * block[1]), 16, rank=2)
+    layout = _layout(min(128, 2 * block[1]), 16, rank=2)
     return TensorDescriptor(tensor, [rows, columns], [columns, 1], block, layout)
 
 
@@ -97,9 +112,7 @@ def describe_box(
     tensor: Tensor, shape: list[int], steps: list[int], block: list[int]
 ) -> TensorDescriptor:
     """Blocks of a tensor of any rank, seen as this shape with these steps between its rows."""
-    eight = tensor.dtype is torch.float8_e4m3fn
-    dtype = gl.float8e4nv if eight else DTYPES[tensor.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    layout = _layout_of(tuple(block), tensor.dtype)
     steps = [
         step if size > 1 else 16 // tensor.element_size()
         for step, size in zip(steps, shape, strict=True)

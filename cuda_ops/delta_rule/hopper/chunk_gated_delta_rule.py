@@ -19,7 +19,6 @@ zeros, and are not written.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,6 +34,7 @@ from ....dispatch.common import memory
 from ...common import gpu
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ...common.hopper.tma import aligned, at, describe, describe_matrix, describe_row
+from ...common.tiling import cdiv, power_of_two
 from ...runtime import launches
 from .chunks import CHUNK, columns_at, lengths_of, tokens_of, triangles
 
@@ -385,8 +385,8 @@ def launch(
     varlen = actual_seq_lengths is not None
     sequences = final.shape[0]
     # every sequence may end in a part of a chunk
-    chunks = triton.cdiv(T, CHUNK) + (sequences if varlen else 0)
-    padded = max(32, triton.next_power_of_2(sequences))
+    chunks = cdiv(T, CHUNK) + (sequences if varlen else 0)
+    padded = max(32, power_of_two(sequences))
     rows = chunks * NV * CHUNK
     t, p = (memory.empty((rows, CHUNK), value.dtype, value.device) for _ in range(2))
     grown, left = (memory.empty((rows,), torch.float32, value.device) for _ in range(2))

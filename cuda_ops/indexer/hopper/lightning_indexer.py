@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton import language as tl
 from triton.experimental import gluon
@@ -33,6 +32,7 @@ from ...common.gluon_names import barrier, reinterpret, tma_load
 from ...common.hopper.rows import request_of
 from ...common.hopper.tma import DTYPES, describable, describe_box, forget
 from ...common.rows import BSND, PAGED, TND
+from ...common.tiling import cdiv, power_of_two
 from ...common.topk import EVERY
 from ...runtime import launches
 
@@ -740,9 +740,9 @@ def _config(groups: int, max_kv_len: int, columns: int, num_sms: int) -> tuple[i
     if columns > 128:
         return 8, 4096
     if columns > 64:
-        return (4, 256) if groups * triton.cdiv(max_kv_len, 256) <= 2 * num_sms else (2, 1024)
+        return (4, 256) if groups * cdiv(max_kv_len, 256) <= 2 * num_sms else (2, 1024)
     for keys in (128, 256, 512):
-        if groups * triton.cdiv(max_kv_len, keys) <= 4 * num_sms:
+        if groups * cdiv(max_kv_len, keys) <= 4 * num_sms:
             return 2, keys
     return 2, 1024
 
@@ -766,15 +766,15 @@ def launch(
     """Scores of `count` rows from row `first` on, `shared` to a program, and every EVERY-th of
     them once more as a sample.  query_scale [rows, N]; key_scale as key, without its last axis."""
     heads, dim = q.shape[1:]
-    h_tile = max(16, triton.next_power_of_2(heads))
+    h_tile = max(16, power_of_two(heads))
     columns = shared * h_tile
     outer, inner = rows.strides(layout_key, key)
     tall, wide = (1, key.shape[0]) if layout_key == "TND" else key.shape[:2]
-    groups = triton.cdiv(count, shared)
+    groups = cdiv(count, shared)
     parts = 2 if columns > 128 else 1
     max_kv_len = max(plan.max_kv_len, 1)
     stages, per_chunk = _config(groups, max_kv_len, columns, gpu.num_sms(q.device))
-    chunks = triton.cdiv(max_kv_len, per_chunk)
+    chunks = cdiv(max_kv_len, per_chunk)
     qs = weights if query_scale is None else query_scale
     ks = key if key_scale is None else key_scale.unsqueeze(-1)
     launches.kernel(_scores_shared if parts == 2 else _scores, groups * chunks)(

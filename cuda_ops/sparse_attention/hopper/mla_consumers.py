@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -41,6 +40,7 @@ from ...common.gluon_names import barrier, cp_async
 from ...common.hopper.tma import aligned
 from ...common.log2 import LEAST, LN2, LOG2E
 from ...common.selection import Attention
+from ...common.tiling import cdiv
 from ...runtime import launches
 
 LOWEST = gl.constexpr(-1e30)
@@ -338,7 +338,7 @@ def strides(call: Attention) -> tuple[int, ...]:
 def splits_of(count: int, heads: int, entries: int, processors: int) -> int:
     """Until every multiprocessor has its program, while the parts stay small: 128 heads and 4 rows
     took 18 us in 8 splits and 24 in 16 (H200, 2026-11)."""
-    items, splits = count * triton.cdiv(heads, 64), 1
+    items, splits = count * cdiv(heads, 64), 1
     small = count * heads
     while (
         items * splits * 2 <= processors and splits * 256 <= entries and small * splits**2 < 2**15
@@ -366,7 +366,7 @@ def run(kernel: Any, call: Attention, strides: tuple[int, ...], **more: Any) -> 
     processors = gpu.num_sms(call.q.device)
     splits = splits_of(count, heads, call.entries, processors)
     parts = Parts.of(splits, count * heads, rank, call.softmax_max)
-    items = count * splits * triton.cdiv(heads, 64)
+    items = count * splits * cdiv(heads, 64)
     launches.kernel(kernel, min(items, processors))(
         call.q,
         call.qr,
@@ -382,7 +382,7 @@ def run(kernel: Any, call: Attention, strides: tuple[int, ...], **more: Any) -> 
         softmax_sum=call.softmax_sum,
         scale_log2=call.scale_log2,
         entries=call.entries,
-        per_split=triton.cdiv(triton.cdiv(call.entries, splits), 128) * 128,
+        per_split=cdiv(cdiv(call.entries, splits), 128) * 128,
         **call.plan.arguments,
         strides=strides,
         items=items,

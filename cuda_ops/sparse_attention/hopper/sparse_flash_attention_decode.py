@@ -21,6 +21,7 @@ from ...common import rows
 from ...common.gluon_names import cp_async
 from ...common.hopper.rows import locate, slots
 from ...common.selection import Attention
+from ...common.tiling import cdiv
 from ...runtime import launches
 from . import sparse_flash_attention
 from .mla_consumers import strides
@@ -129,7 +130,7 @@ def _tile(count: int, heads: int, entries: int) -> int:
         return 0
     if heads >= 64:
         return 128 if count * heads <= 256 else 0
-    return 32 if count * triton.cdiv(heads, 16) <= 4 else 0
+    return 32 if count * cdiv(heads, 16) <= 4 else 0
 
 
 def supports(call: Attention) -> bool:
@@ -140,10 +141,10 @@ def supports(call: Attention) -> bool:
 def launch(call: Attention) -> None:
     count, heads, _ = call.q.shape
     tile = _tile(count, heads, call.entries)
-    splits = triton.next_power_of_2(triton.cdiv(call.entries, tile))
+    splits = triton.next_power_of_2(cdiv(call.entries, tile))
     parts = parts_of(count * heads, splits, call.q.device)
     warps = 8 if tile == 128 else 4
-    launches.kernel(_attend, count * splits * triton.cdiv(heads, 16))(
+    launches.kernel(_attend, count * splits * cdiv(heads, 16))(
         call.q,
         call.qr,
         call.key,
