@@ -13,8 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory, nz
+from ...dispatch.ops.prolog.indexer_prolog_pto import Arguments
 from ..common import quantise, tiling
 from . import narrow_prolog, product, rows
 
@@ -42,30 +44,17 @@ def unsupported(
     return None
 
 
-def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
+def forward(**arguments: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     if arguments["weight_quant_mode"] or arguments["kv_cache_quant_mode"]:
         heads = nz.columns_of(arguments["weight_proj"], arguments["weight_format"])
         return narrow_prolog.indexer(**arguments, heads=heads)
     return _of_16_bits(**arguments)
 
 
-def _of_16_bits(
-    token_x: Tensor,
-    query_norm: Tensor,
-    weight_qb: Tensor,
-    weight_k: Tensor,
-    weight_proj: Tensor,
-    ln_gamma_k: Tensor,
-    ln_beta_k: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    index_k_cache: Tensor,
-    cache_index: Tensor,
-    ln_epsilon: float,
-    rope_interleaved: bool,
-    weight_format: str,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+def _of_16_bits(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    token_x, query_norm, weight_proj = x["token_x"], x["query_norm"], x["weight_proj"]
+    ln_gamma_k, rope_sin, rope_cos = x["ln_gamma_k"], x["rope_sin"], x["rope_cos"]
+    rope_interleaved, weight_format = x["rope_interleaved"], x["weight_format"]
     batch, length, hidden = token_x.shape
     tokens, size = batch * length, ln_gamma_k.shape[0]
     heads = nz.columns_of(weight_proj, weight_format)
@@ -74,13 +63,20 @@ def _of_16_bits(
     weights = memory.empty((tokens, heads), dtype, device)
     if tokens:
         sums = product.in_parts(
-            token_x.view(tokens, hidden), [(weight_k, size), (weight_proj, heads)], weight_format
+            token_x.view(tokens, hidden),
+            [(x["weight_k"], size), (weight_proj, heads)],
+            weight_format,
         )
         of_index = rows.Index(
-            ln_gamma_k, ln_beta_k, index_k_cache, weights, ln_epsilon, rope_interleaved
+            ln_gamma_k,
+            x["ln_beta_k"],
+            x["index_k_cache"],
+            weights,
+            x["ln_epsilon"],
+            rope_interleaved,
         )
-        rows.norms(sums, rope_sin, rope_cos, cache_index, None, of_index)
+        rows.norms(sums, rope_sin, rope_cos, x["cache_index"], None, of_index)
         c = query_norm.view(tokens, query_norm.shape[-1])
-        product.weights(c, [(weight_qb, query_index.flatten(1))], weight_format)
+        product.weights(c, [(x["weight_qb"], query_index.flatten(1))], weight_format)
         rows.rotate(query_index, rope_sin, rope_cos, rope_interleaved)
     return query_index.view(batch, length, heads, size), weights.view(batch, length, heads)

@@ -14,8 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.prolog.mla_prolog_pto import Arguments
 from . import absorption, narrow_prolog, narrow_rows, product, rows
 from .narrow_product import Rows
 
@@ -44,12 +46,12 @@ def unsupported(
     return None
 
 
-def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def forward(**arguments: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
     query, query_rope, query_norm, _ = with_rows(**arguments)
     return query, query_rope, query_norm
 
 
-def with_rows(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Rows]:
+def with_rows(**arguments: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
     """Behind the outputs the query norm as its product takes it."""
     if arguments["weight_quant_mode"] or arguments["kv_cache_quant_mode"]:
         return narrow_prolog.mla(**arguments)
@@ -57,25 +59,10 @@ def with_rows(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Rows]:
     return *outputs, Rows(outputs[2])
 
 
-def _of_16_bits(
-    token_x: Tensor,
-    weight_dq: Tensor,
-    weight_uq_qr: Tensor,
-    weight_uk: Tensor,
-    weight_dkv_kr: Tensor,
-    rmsnorm_gamma_cq: Tensor,
-    rmsnorm_gamma_ckv: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    cache_index: Tensor,
-    rmsnorm_epsilon_cq: float,
-    rmsnorm_epsilon_ckv: float,
-    rope_interleaved: bool,
-    weight_format: str,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _of_16_bits(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
+    token_x, weight_uk, rmsnorm_gamma_cq = x["token_x"], x["weight_uk"], x["rmsnorm_gamma_cq"]
+    rope_sin, rope_cos, rope_interleaved = x["rope_sin"], x["rope_cos"], x["rope_interleaved"]
+    weight_format = x["weight_format"]
     batch, length, hidden = token_x.shape
     tokens, rank, rotary = batch * length, rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]
     heads, plain, latent = weight_uk.shape
@@ -89,21 +76,21 @@ def _of_16_bits(
         both = new(tokens, heads, plain + rotary)
         sums = product.in_parts(
             token_x.view(tokens, hidden),
-            [(weight_dq, rank), (weight_dkv_kr, latent + rotary)],
+            [(x["weight_dq"], rank), (x["weight_dkv_kr"], latent + rotary)],
             weight_format,
         )
         of_latent = rows.Latent(
             rmsnorm_gamma_cq,
-            rmsnorm_gamma_ckv,
-            kv_cache,
-            kr_cache,
+            x["rmsnorm_gamma_ckv"],
+            x["kv_cache"],
+            x["kr_cache"],
             query_norm,
-            rmsnorm_epsilon_cq,
-            rmsnorm_epsilon_ckv,
+            x["rmsnorm_epsilon_cq"],
+            x["rmsnorm_epsilon_ckv"],
             rope_interleaved,
         )
-        rows.norms(sums, rope_sin, rope_cos, cache_index, of_latent, None)
-        product.weights(query_norm, [(weight_uq_qr, both.flatten(1))], weight_format)
+        rows.norms(sums, rope_sin, rope_cos, x["cache_index"], of_latent, None)
+        product.weights(query_norm, [(x["weight_uq_qr"], both.flatten(1))], weight_format)
         absorption.queries(
             both,
             weight_uk,

@@ -11,12 +11,14 @@ beside it wherever a weight or a cache keeps that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import layer, memory, quantised
+from ...dispatch.ops.prolog.indexer_prolog_pto import Arguments as IndexerArguments
+from ...dispatch.ops.prolog.mla_prolog_pto import Arguments as MlaArguments
 from ..common import quantise, tiling
 from . import absorption, narrow_product, narrow_rows, product
 from .narrow_product import Rows, Sums
@@ -60,35 +62,12 @@ def _products(
     return narrow_product.sums(given, scaled, weight_format)
 
 
-def mla(
-    token_x: Tensor,
-    weight_dq: Tensor,
-    weight_uq_qr: Tensor,
-    weight_uk: Tensor,
-    weight_dkv_kr: Tensor,
-    rmsnorm_gamma_cq: Tensor,
-    rmsnorm_gamma_ckv: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    cache_index: Tensor,
-    rmsnorm_epsilon_cq: float,
-    rmsnorm_epsilon_ckv: float,
-    rope_interleaved: bool,
-    weight_format: str,
-    dequant_scale_x: Tensor | None,
-    dequant_scale_w_dq: Tensor | None,
-    dequant_scale_w_uq_qr: Tensor | None,
-    dequant_scale_w_dkv_kr: Tensor | None,
-    smooth_scales_cq: Tensor | None,
-    k_nope_clip_alpha: Tensor | None,
-    kv_cache_quant_mode: int,
-    kv_cache_dtype: int | None,
-    row_layout: str,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Rows]:
+def mla(**x: Unpack[MlaArguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
     """Behind the outputs of mla_prolog_pto.py the query norm as its product takes it."""
+    token_x, weight_uq_qr, weight_uk = x["token_x"], x["weight_uq_qr"], x["weight_uk"]
+    rmsnorm_gamma_cq, rope_sin, rope_cos = x["rmsnorm_gamma_cq"], x["rope_sin"], x["rope_cos"]
+    rope_interleaved, weight_format = x["rope_interleaved"], x["weight_format"]
+    dequant_scale_w_uq_qr = x["dequant_scale_w_uq_qr"]
     batch, length, hidden = token_x.shape
     tokens, rank, rotary = batch * length, rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]
     heads, plain, latent = weight_uk.shape
@@ -108,25 +87,25 @@ def mla(
     if tokens:
         down, key = _products(
             token_x.view(tokens, hidden),
-            dequant_scale_x,
+            x["dequant_scale_x"],
             [
-                (weight_dq, rank, dequant_scale_w_dq),
-                (weight_dkv_kr, latent + rotary, dequant_scale_w_dkv_kr),
+                (x["weight_dq"], rank, x["dequant_scale_w_dq"]),
+                (x["weight_dkv_kr"], latent + rotary, x["dequant_scale_w_dkv_kr"]),
             ],
             weight_format,
         )
         rotation = Rotation(rope_sin, rope_cos, rope_interleaved)
         of = narrow_rows.Latent(
             rmsnorm_gamma_cq,
-            rmsnorm_gamma_ckv,
-            rmsnorm_epsilon_cq,
-            rmsnorm_epsilon_ckv,
-            quantised.typed(kv_cache, kv_cache_dtype),
-            kr_cache,
-            cache_index,
-            row_layout if kv_cache_quant_mode else None,
-            k_nope_clip_alpha,
-            smooth_scales_cq,
+            x["rmsnorm_gamma_ckv"],
+            x["rmsnorm_epsilon_cq"],
+            x["rmsnorm_epsilon_ckv"],
+            quantised.typed(x["kv_cache"], x["kv_cache_dtype"]),
+            x["kr_cache"],
+            x["cache_index"],
+            x["row_layout"] if x["kv_cache_quant_mode"] else None,
+            x["k_nope_clip_alpha"],
+            x["smooth_scales_cq"],
         )
         narrow_rows.of_latents(down, key, of, rotation, query_norm, c)
         if dequant_scale_w_uq_qr is not None:
@@ -144,30 +123,13 @@ def mla(
     return query, query_rope, query_norm.view(batch, length, rank), c
 
 
-def indexer(
-    token_x: Tensor,
-    query_norm: Tensor,
-    weight_qb: Tensor,
-    weight_k: Tensor,
-    weight_proj: Tensor,
-    ln_gamma_k: Tensor,
-    ln_beta_k: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
-    index_k_cache: Tensor,
-    cache_index: Tensor,
-    ln_epsilon: float,
-    rope_interleaved: bool,
-    weight_format: str,
-    index_k_scale_cache: Tensor | None,
-    dequant_scale_q_norm: Tensor | None,
-    dequant_scale_w_qb: Tensor | None,
-    dequant_scale_w_k: Tensor | None,
-    smooth_scales_cq: Tensor | None,
-    heads: int,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+def indexer(heads: int, **x: Unpack[IndexerArguments]) -> tuple[Tensor, Tensor]:
     """As indexer_prolog_pto.py; `heads` is what `weight_proj` has."""
+    token_x, query_norm, weight_qb = x["token_x"], x["query_norm"], x["weight_qb"]
+    weight_k, weight_proj, ln_gamma_k = x["weight_k"], x["weight_proj"], x["ln_gamma_k"]
+    weight_format, index_k_scale_cache = x["weight_format"], x["index_k_scale_cache"]
+    dequant_scale_q_norm = x["dequant_scale_q_norm"]
+    dequant_scale_w_qb, dequant_scale_w_k = x["dequant_scale_w_qb"], x["dequant_scale_w_k"]
     batch, length, hidden = token_x.shape
     tokens, size, rank = batch * length, ln_gamma_k.shape[0], query_norm.shape[-1]
     dtype, device = token_x.dtype, token_x.device
@@ -176,22 +138,27 @@ def indexer(
     weights = memory.empty((tokens, heads), dtype, device)
     folded = memory.empty((tokens, heads), torch.float32, device) if in_bytes else None
     if tokens:
-        x, c = token_x.view(tokens, hidden), query_norm.view(tokens, rank)
-        rotation = Rotation(rope_sin, rope_cos, rope_interleaved)
+        rows, c = token_x.view(tokens, hidden), query_norm.view(tokens, rank)
+        rotation = Rotation(x["rope_sin"], x["rope_cos"], x["rope_interleaved"])
         of = narrow_rows.Index(
-            ln_gamma_k, ln_beta_k, ln_epsilon, index_k_cache, index_k_scale_cache, cache_index
+            ln_gamma_k,
+            x["ln_beta_k"],
+            x["ln_epsilon"],
+            x["index_k_cache"],
+            index_k_scale_cache,
+            x["cache_index"],
         )
         if dequant_scale_w_k is not None:
-            (key,) = _products(x, None, [(weight_k, size, dequant_scale_w_k)], weight_format)
-            (proj,) = _products(x, None, [(weight_proj, heads, None)], weight_format)
+            (key,) = _products(rows, None, [(weight_k, size, dequant_scale_w_k)], weight_format)
+            (proj,) = _products(rows, None, [(weight_proj, heads, None)], weight_format)
         else:
             given_both = [(weight_k, size, None), (weight_proj, heads, None)]
-            key, proj = _products(x, None, given_both, weight_format)
+            key, proj = _products(rows, None, given_both, weight_format)
         narrow_rows.of_index_keys(key, proj, of, rotation, weights)
         if dequant_scale_w_qb is not None:
             given = (c, dequant_scale_q_norm)
             if dequant_scale_q_norm is None:
-                given = quantise.of_rows(c, smooth_scales_cq)
+                given = quantise.of_rows(c, x["smooth_scales_cq"])
             scaled = [(weight_qb, dequant_scale_w_qb)]
             (q,) = narrow_product.sums(Rows(*given), scaled, weight_format, 1)
         else:

@@ -186,8 +186,8 @@ CONTROLS = (
     Control(
         "the other norm's epsilon",
         "mla_prolog_pto",
-        "rmsnorm_epsilon_cq,\n            rmsnorm_epsilon_ckv,\n            rope_interleaved",
-        "rmsnorm_epsilon_ckv,\n            rmsnorm_epsilon_ckv,\n            rope_interleaved",
+        'x["rmsnorm_epsilon_cq"]',
+        'x["rmsnorm_epsilon_ckv"]',
         "two epsilons",
     ),
     Control(
