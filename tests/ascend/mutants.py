@@ -327,7 +327,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "sparse_flash_attention.attended": (("heads, ROTARY, size)", _NAMED),),
     "sparse_flash_attention.gather": _PIECE,
-    "sparse_flash_attention.collect": (("i <= (end + SPAN", _COPIED),),
+    "sparse_flash_attention.collect": (("i <= (end + C.SPAN", _COPIED),),
     "sparse_flash_attention.resolve": (
         ("start, pages, limit, page,", _UNPAGED),
         ("limit, page, pages, page_rows", _UNPAGED),
