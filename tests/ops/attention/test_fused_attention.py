@@ -385,7 +385,8 @@ def test_twice_in_one_compiled_function(device, backend):
         torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
 
 
-def test_blocks_of_rows_change_nothing(monkeypatch):
+@pytest.mark.parametrize("name, value", [("_BLOCK", 2000), ("_CACHED", 8000)])
+def test_blocks_of_rows_change_nothing(name, value, monkeypatch):
     """16K tokens fit because the scores are made a block at a time; the result is the same."""
     case = Case(B=2, H=4, Hk=2, Nq=50, Nk=61, D=16, Dv=16, causal=True, window=20)
     leaves = [x.requires_grad_() for x in case.inputs(torch.float64)]
@@ -395,7 +396,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch):
         return o, *torch.autograd.grad(o.square().sum(), leaves)
 
     whole = run()
-    monkeypatch.setattr(reference, "_BLOCK", 2000)
+    monkeypatch.setattr(reference, name, value)
     for x, y in zip(run(), whole, strict=True):
         torch.testing.assert_close(x, y)
 
