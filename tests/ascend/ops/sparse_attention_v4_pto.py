@@ -211,9 +211,9 @@ CASES = (
     ),
     case("CSA, row-major weights", layer(CSA, [13, 6], None, 2, 4, form="nd")),
     # the forms of more tokens
-    case("CSA, 20 requests", layer(CSA, [5] * 20, None, 1, 1, hidden=512, groups=1)),
+    case("CSA, 20 requests", layer(CSA, [5] * 20, None, 1, 1, hidden=4096, groups=1)),
     case("HCA, 36 requests", layer(HCA, [127] * 36, None, 1, 1, ratio=128, groups=1)),
-    case("CSA, 36 requests", layer(CSA, [5] * 36, None, 1, 1, hidden=512, groups=1)),
+    case("CSA, 36 requests", layer(CSA, [5] * 36, None, 1, 1, hidden=4096, groups=1)),
     case("CSA, 66 requests", layer(CSA, [5] * 66, None, 1, 1, groups=None), cores=(24,)),
     # the forms of the models' shards
     case("sliding, model sizes", layer(SLIDING, [9], None, 1, 8, groups=1, **MODEL), cores=(24,)),
@@ -261,13 +261,14 @@ CONTROLS = (
     Control(
         "begun anew behind its states",
         OP[4:],
-        "tune.stage(before_attention.launch, prolog,",
-        "before_attention.launch(prolog,",
+        "from ..common import tune",
+        "from types import SimpleNamespace\n\n"
+        "tune = SimpleNamespace(stage=lambda part, *given, **named: part(*given, **named))",
         "CSA, a chunk longer than the ring",
         "refuse",
     ),
     *(
-        Control(title, "before_attention", old, new, "CSA, everything selected")
+        Control(title, "before_attention", old, new, "CSA, a chunk longer than the ring")
         for title, old, new in (
             (
                 "the first compressor's states alone",
