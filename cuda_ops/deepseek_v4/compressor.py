@@ -110,6 +110,15 @@ class Ending(NamedTuple):
     KIND: int
 
 
+class Start(NamedTuple):
+    """How a step begins: states read at once, and as handover.follow says."""
+
+    BLOCK_L: int
+    CHAINED: bool
+    LATE: bool
+    SECOND: bool
+
+
 @triton.jit
 def _floor(a, M: tl.constexpr):
     """a // M of numbers of either sign."""
@@ -459,10 +468,7 @@ def _step(
     strides,
     C: tl.constexpr,
     E: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    CHAINED: tl.constexpr,
-    LATE: tl.constexpr,
-    SECOND: tl.constexpr,
+    S: tl.constexpr,
 ):
     """A request: the entry that its tokens close, and their states, which take the places of
     history that is read before."""
@@ -470,7 +476,7 @@ def _step(
     of = Requests(bounds, used, starts, table, tokens, requests, table_stride, columns, pages, page)
     WIDTH: tl.constexpr = C.COFF * C.D
     HALVES: tl.constexpr = C.COFF
-    if CHAINED and not SECOND:
+    if S.CHAINED and not S.SECOND:
         gdc_launch_dependents()
     row = tl.program_id(0)
     request, number = window_of(row, 1, of, C)
@@ -483,8 +489,8 @@ def _step(
     acc = tl.full([E.BLOCK_D], 0.0, tl.float32)
     begin = (number - (C.COFF - 1)) * C.RATIO
     old = tl.where(number >= 0, tl.minimum(start - begin, C.COFF * C.RATIO), 0).to(tl.int32)
-    for lo in tl.range(0, old, BLOCK_L):
-        i = lo + tl.arange(0, BLOCK_L)
+    for lo in tl.range(0, old, S.BLOCK_L):
+        i = lo + tl.arange(0, S.BLOCK_L)
         position = begin + i
         place, there = _state_at(
             position, (i < old) & (position >= 0), request, of, 2 * WIDTH, state_page, C.RING
@@ -495,9 +501,9 @@ def _step(
         z = tl.load(at + WIDTH, mask=mask, other=float("-inf"))
         top, total, acc = _grown(top, total, acc, kv, z)
     tl.debug_barrier()  # every thread has read its history
-    if CHAINED and not LATE:
+    if S.CHAINED and not S.LATE:
         gdc_wait()
-    if CHAINED and SECOND:
+    if S.CHAINED and S.SECOND:
         gdc_launch_dependents()
     for j in tl.range(0, count.to(tl.int32)):
         position = start + j
@@ -546,7 +552,7 @@ def _step(
             entry_page,
         )
         _store(y, row, request, number, to, C, E)
-    if CHAINED and LATE:
+    if S.CHAINED and S.LATE:
         gdc_wait()
 
 
@@ -814,13 +820,13 @@ def _stored(a: Arguments) -> _Stored:
 
 def is_few(**a: Unpack[Arguments]) -> bool:
     """Whether a program does all of a request."""
-    size, turned = a["norm_weight"].shape[0], a["rope_head_dim"]
+    size, rotary = a["norm_weight"].shape[0], a["rope_head_dim"]
     return (
         a["cu_seqlens"] is None
         and a["x"].shape[1] <= min(FEW, a["cmp_ratio"])
         and size % 2 == 0
         and size <= NARROW
-        and (turned == 0 or a["rotary_mode"] == compressed.PAIRS)
+        and (rotary == 0 or a["rotary_mode"] == compressed.PAIRS)
         and a["state_cache"].numel() > 0
         and a["state_block_table"] is not None
         and a["state_block_table"].numel() > 0
@@ -880,10 +886,7 @@ def steps(*calls: Arguments, ends: bool = False) -> list[Tensor]:
             ),
             C=constants,
             E=made.end,
-            BLOCK_L=BLOCK_L,
-            CHAINED=chained,
-            LATE=number > 0,
-            SECOND=number == 0 and len(calls) > 1,
+            S=Start(BLOCK_L, chained, number > 0, number == 0 and len(calls) > 1),
             num_warps=max(4, min(16, BLOCK_L * power_of_two(size) // 512)),
             launch_pdl=chained,
         )
