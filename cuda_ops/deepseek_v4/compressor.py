@@ -670,11 +670,9 @@ def _asked(
     return given, constants
 
 
-def _products(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """[runs, T, their widths joined]"""
-    flat = x.reshape(-1, x.shape[-1]).contiguous()
-    given = [(w.contiguous(), w.shape[0]) for w in weights]
-    return nz_matmul.product(flat, given, "linear", keep_float=True, first=True)
+def _factors(x: Tensor, weights: list[Tensor]) -> tuple[Tensor, list[tuple[Tensor, int]]]:
+    """What `nz_matmul.product` takes: [T, K], and the weights with their widths."""
+    return x.reshape(-1, x.shape[-1]).contiguous(), [(w.contiguous(), w.shape[0]) for w in weights]
 
 
 def pool(
@@ -688,7 +686,8 @@ def pool(
 ) -> Pooled:
     """C [E, D] in float32 of the windows that close, for an output of that `shape`."""
     x, ape, size, coff = a["x"], a["ape"], a["norm_weight"].shape[0], a["coff"]
-    ratio, product = ape.shape[0], _products(x, [a["wkv"], a["wgate"]])
+    ratio, factors = ape.shape[0], _factors(x, [a["wkv"], a["wgate"]])
+    product = nz_matmul.product(*factors, "linear", keep_float=True, first=True)
     asked, constants = _asked(
         x,
         a["cu_seqlens"],
@@ -837,7 +836,8 @@ def steps(*calls: Arguments, ends: bool = False) -> list[Tensor]:
     """One or two calls on the same x, each of few tokens; `ends`: their `start_pos` is where
     requests end.  The second one begins when the product has ended, beside the first."""
     x = calls[0]["x"]
-    product = _products(x, [w for a in calls for w in (a["wkv"], a["wgate"])])
+    factors = _factors(x, [w for a in calls for w in (a["wkv"], a["wgate"])])
+    product = nz_matmul.product(*factors, "linear", keep_float=True, first=True)
     chained = gpu.has_chained_launch(x.device)
     outs: list[Tensor] = []
     column = 0
