@@ -18,8 +18,10 @@ In all of them entries and columns are the long sides of the products, and heads
 that few heads fill tensor cores as well.  What lies between kernels is of a section of the rows, at
 most SECTION bytes.  The same bits every time.
 
-    condition    kernels
-    any          _deltas, _slots, _weights, _queries, _entries
+    condition                                  kernels
+    Hopper, R 512, rope 64, values in keys,    _deltas then _slots then
+      33 to 128 heads in eights, aligned       hopper/sparse_flash_attention_grad.py
+    else                                       _deltas, _slots, _weights, _queries, _entries
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from ..common import gpu, inverted, rows
 from ..common.selection import selected, slot_of
 from ..runtime import launches
 from . import sparse_flash_attention
+from .hopper import sparse_flash_attention_grad as hopper
 
 SECTION = 2**31
 
@@ -528,6 +531,7 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     if value is not None:
         parts.append((None, do, d_value, rank + rope))
     sums = memory.empty((keys, width) if sections > 1 else (0,), torch.float32, device)
+    on_hopper = hopper.supports(heads, value, even, q, qr, do, key, kr)
     for first in range(0, plan.rows, count):
         n = min(count, plan.rows - first)
         launches.kernel(_slots, n, triton.cdiv(entries, 1024))(
@@ -542,54 +546,76 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
             LAYOUT=plan.layout,
             BLOCK=1024,
         )
-        blocks = triton.cdiv(entries, tiles.weights.entries) * triton.cdiv(heads, tiles.heads)
-        launches.kernel(_weights, n * blocks)(
-            q,
-            qr,
-            key,
-            kr,
-            v,
-            do,
-            slots,
-            a["softmax_max"],
-            a["softmax_sum"],
-            deltas,
-            weights,
-            a["scale_value"],
-            first,
-            entries,
-            keys,
-            size,
-            strides=(*(step for x in (q, qr, do) for step in x.stride()[:2]), *steps),
-            ROPE=rope,
-            SHARED=value is None,
-            **constants(tiles.weights, rank),
-        )
-        of_queries = [(key, d_query, steps[:2]), (kr, d_query_rope, steps[2:4])]
-        for k, to, strides in of_queries[: 2 if rope else 1]:
-            more = constants(tiles.queries, to.shape[-1])
-            columns = triton.cdiv(to.shape[-1], more["C"].BLOCK_C)
-            launches.kernel(_queries, n * columns, triton.cdiv(heads, tiles.heads))(
-                k, slots, weights, to, first, entries, keys, size, strides=strides, **more
-            )
-        for of_ds, of_p, to, column in parts:
-            more = constants(tiles.entries, to.shape[-1], tiles.padded)
-            columns = triton.cdiv(to.shape[-1], more["C"].BLOCK_C)
-            x, y = q if of_ds is None else of_ds, do if of_p is None else of_p
-            launches.kernel(_entries, n * columns)(
+        if on_hopper:
+            hopper.launch(
+                q,
+                qr,
+                key,
+                kr,
+                do,
+                slots,
+                a["softmax_max"],
+                a["softmax_sum"],
+                deltas,
                 weights,
-                x,
-                y,
                 added,
+                d_query,
+                d_query_rope,
+                a["scale_value"],
+                first,
+                n,
+                entries,
+                keys,
+            )
+        else:
+            blocks = triton.cdiv(entries, tiles.weights.entries) * triton.cdiv(heads, tiles.heads)
+            launches.kernel(_weights, n * blocks)(
+                q,
+                qr,
+                key,
+                kr,
+                v,
+                do,
+                slots,
+                a["softmax_max"],
+                a["softmax_sum"],
+                deltas,
+                weights,
+                a["scale_value"],
                 first,
                 entries,
-                strides=(*x.stride()[:2], *y.stride()[:2]),
-                ROW=width,
-                COLUMN=column,
-                OF_DS=of_ds is not None,
-                OF_P=of_p is not None,
-                **more,
+                keys,
+                size,
+                strides=(*(step for x in (q, qr, do) for step in x.stride()[:2]), *steps),
+                ROPE=rope,
+                SHARED=value is None,
+                **constants(tiles.weights, rank),
             )
+            of_queries = [(key, d_query, steps[:2]), (kr, d_query_rope, steps[2:4])]
+            for k, to, strides in of_queries[: 2 if rope else 1]:
+                more = constants(tiles.queries, to.shape[-1])
+                columns = triton.cdiv(to.shape[-1], more["C"].BLOCK_C)
+                launches.kernel(_queries, n * columns, triton.cdiv(heads, tiles.heads))(
+                    k, slots, weights, to, first, entries, keys, size, strides=strides, **more
+                )
+            for of_ds, of_p, to, column in parts:
+                more = constants(tiles.entries, to.shape[-1], tiles.padded)
+                columns = triton.cdiv(to.shape[-1], more["C"].BLOCK_C)
+                x, y = q if of_ds is None else of_ds, do if of_p is None else of_p
+                launches.kernel(_entries, n * columns)(
+                    weights,
+                    x,
+                    y,
+                    added,
+                    first,
+                    entries,
+                    strides=(*x.stride()[:2], *y.stride()[:2]),
+                    ROW=width,
+                    COLUMN=column,
+                    OF_DS=of_ds is not None,
+                    OF_P=of_p is not None,
+                    **more,
+                )
         by = inverted.invert(slots[: n * entries], keys)
         outs = [d_key, d_key_rope, d_value]
         inverted.add(added, by, sums, outs, first == 0, first + n == plan.rows)

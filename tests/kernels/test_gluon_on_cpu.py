@@ -664,3 +664,65 @@ def test_few_rows_of_no_number(case, few):
     assert wrong.any() and out[wrong].isnan().all()
     assert torch.equal(total.view(wrong.shape).isnan(), wrong)
     assert torch.equal(out[~wrong], right[0][~wrong])
+
+
+@pytest.mark.parametrize(
+    "heads, entries, rows, keys", [(128, 200, 2, 300), (24, 64, 3, 50), (72, 7, 1, 9)], ids=str
+)
+def test_gradient_of_sparse_attention(heads, entries, rows, keys, monkeypatch):
+    """Both kernels, from the second row on, against the formulas in float32: tails of entries and
+    heads, entries that have no key, poison where nothing may be read."""
+    gradient = hopper.sparse_flash_attention_grad
+    stand_in(monkeypatch, hopper.tma, hopper.mla_consumers, gradient)
+    first, scale = 1, 0.05
+    count = first + rows
+    q, qr, do = (normal(count, heads, n) for n in (512, 64, 512))
+    key, kr = (normal(1, keys, 1, n) for n in (512, 64))
+    key[0, 0] = kr[0, 0] = torch.nan  # selected by none
+    slots = torch.randint(1, keys, (rows, entries), dtype=torch.int32)
+    slots[torch.rand(rows, entries) < 0.2] = keys
+    slots[0, entries // 2 :] = keys
+    there = slots < keys
+    k = torch.cat((key, kr), -1)[0, slots.long().clamp(max=keys - 1), 0].float()
+    k[~there] = 0
+    queries, of_out = torch.cat((q, qr), -1)[first:].float(), do[first:].float()
+    s = (scale * queries @ k.mT).masked_fill(~there[:, None], -torch.inf)
+    top, delta = s.amax(-1), torch.randn(count, heads)
+    total = (s - top[..., None]).exp().sum(-1)
+    p = (s - top[..., None]).exp() / total[..., None]
+    ds = scale * p * (of_out @ k[..., :512].mT - delta[first:, :, None])
+
+    def poisoned(*shape, dtype=torch.bfloat16):
+        return torch.full(shape, torch.nan, dtype=dtype)
+
+    top, total = (torch.cat((poisoned(1, heads, dtype=x.dtype), x)) for x in (top, total))
+    weights, added = poisoned(rows * entries, 2, heads), poisoned(rows * entries, 576)
+    d_query, d_query_rope = poisoned(count, heads, 512), poisoned(count, heads, 64)
+    gradient.launch(
+        q,
+        qr,
+        key,
+        kr,
+        do,
+        slots.flatten(),
+        top,
+        total,
+        delta,
+        weights,
+        added,
+        d_query,
+        d_query_rope,
+        scale,
+        first,
+        rows,
+        entries,
+        keys,
+    )
+    got = weights.unflatten(0, (rows, entries))[there]
+    near(got, torch.stack((ds.mT[there], p.mT[there]), 1))
+    wanted = ds @ k
+    near(torch.cat((d_query, d_query_rope), -1)[first:], wanted)
+    assert d_query[:first].isnan().all() and d_query_rope[:first].isnan().all()
+    wanted = ds.mT @ queries
+    wanted[..., :512] += p.mT @ of_out
+    near(added.unflatten(0, (rows, entries))[there], wanted[there])

@@ -92,6 +92,10 @@ class Stripes:
         return at.mT if self.transposed else at
 
 
+def _in_rows(shape):
+    return torch.arange(math.prod(shape)).view(*shape)
+
+
 class Shared:
     """Shared memory in stripes, and where each number of a block lies in it."""
 
@@ -115,7 +119,8 @@ class Shared:
         memory, old = self.memory.view(dtype), self.dtype.itemsize
         wanted = math.prod(shape) * dtype.itemsize
         assert wanted == size * old or (gluon_names.REINTERPRETS_PARTS and wanted < size * old)
-        return Shared(memory, layout.places(shape) + first * old // dtype.itemsize, layout)
+        at = layout.places(shape) if isinstance(layout, Stripes) else _in_rows(shape)
+        return Shared(memory, at + first * old // dtype.itemsize, layout)
 
     def load(self, layout=None):
         return self.memory[self.at]

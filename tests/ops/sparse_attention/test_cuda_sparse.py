@@ -201,8 +201,16 @@ GRADIENTS = {
     "blocks": dict(span=4, K=6, keys="BSND"),
     "own value": CASES["own value"],
     "joined": CASES["joined"],
-    **({"128 heads": dict(R=512, D=64, N=128, S=6, keys="BSND", S2=512, K=200)} if ON_GPU else {}),
 }
+MANY_HEADS = dict(R=512, D=64, N=128, S=6, keys="BSND", S2=512, K=200)
+if ON_GPU:
+    GRADIENTS |= {
+        "128 heads": MANY_HEADS,
+        "128 heads, plain": MANY_HEADS,
+        "72 heads, packed": MANY_HEADS
+        | dict(N=72, query="TND", keys="TND", rows=[3, 12], lengths=[50, 512]),
+        "24 heads, no keys": MANY_HEADS | dict(N=24, lengths=[0, 130], K=70),
+    }
 
 
 def backward_of(attention, dtype):
@@ -225,7 +233,10 @@ def backward_of(attention, dtype):
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", GRADIENTS)
-def test_gradients(case, dtype, deterministic):
+def test_gradients(case, dtype, deterministic, monkeypatch):
+    if case.endswith("plain"):
+        grad = "custom.cuda_ops.sparse_attention.hopper.sparse_flash_attention_grad"
+        monkeypatch.setattr(f"{grad}.supports", lambda *_: False)
     attention, indexer = arguments(dtype, **GRADIENTS[case])
     attention, indexer = on(DEVICE, attention), on(DEVICE, indexer)
     backward = backward_of(attention, dtype)
