@@ -110,5 +110,5 @@ $(VENV)/.ready: setup.cfg pyproject.toml Makefile
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check mkdocs-material "mkdocstrings[python]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check mkdocs-material==9.8.2 "mkdocstrings[python]==1.0.8"
 	touch $@
