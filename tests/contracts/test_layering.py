@@ -29,6 +29,7 @@ ALLOWED = {
         "dispatch.errors",
         "dispatch.env",
         "dispatch.log",
+        "dispatch.ops",
         "dispatch.versions",
         "npu_ops",
     ),
