@@ -154,7 +154,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("base + begin -> base", "a window before the first position has no history"),
         ("own >= begin", "a page of which nothing is history is read for no token"),
     ),
-    "compressor.forward": (("ate_block_table.numel() >= 0", "a state of no page keeps nothing"),),
     "fused_attention.keys_of": (
         ("-> shift (2)", "fewer keys go without a mask, which hides none of them"),
         ("-> shift (4)", "keys that are out of a window's sight are hidden by the mask as well"),
@@ -315,7 +314,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("_turn_heads(to_query, query, ", "both are one tensor"),
         ("_turn_heads(to_index, index, ", "both are one tensor"),
     ),
-    "sharedkv_prolog_pto.forward": (("of_heads', index_size, size)", _NAMED),),
     "sparse_attn_sharedkv.accumulate": (
         ("total >= 0 (2)", "the logarithm of a sum of 0 is not taken"),
     ),

@@ -109,7 +109,7 @@ CONTROLS = (
         "the pages of scales as far apart as those of keys",
         "lightning_indexer",
         "number.to(tl.int64) * scale_page",
-        "number.to(tl.int64) * page_rows",
+        "number.to(tl.int64) * cache.page_rows",
         "keys far apart, scales dense",
     ),
     Control(

@@ -110,7 +110,7 @@ CONTROLS = (
         "an absent token's state is stored",
         KERNEL,
         "inside = (own >= 0) & (own < sizes.slots)",
-        "inside = own < slots",
+        "inside = own < sizes.slots",
         "decode",
     ),
     Control(
