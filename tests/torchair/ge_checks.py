@@ -212,9 +212,9 @@ def cores(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["sliding", "HCA", "CSA"])
-def test_attention_over_rows_and_entries_becomes_cann_s(kind, graphs, cores):
+@pytest.mark.parametrize("name", ["npu_sparse_attn_sharedkv"])
+def test_attention_over_rows_and_entries_becomes_cann_s(name, kind, graphs, cores):
     """Its work is dealt out by an operator in front, whatever `metadata` the caller has."""
-    name = "npu_sparse_attn_sharedkv"
     arguments = sharedkv(kind) | dict(metadata=torch.zeros(1024, dtype=torch.int32))
     wanted = overload(BY_NAME[name])(**arguments)
     got = convert(name, arguments)
