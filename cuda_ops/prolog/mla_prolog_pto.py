@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...dispatch.common import memory, quantised
+from ...dispatch.common import memory, mla_v3, quantised
 from ...dispatch.ops.prolog.mla_prolog_pto import Arguments
 from . import quantised_matmul, quantised_stages, stages
 from .nz_matmul import product
@@ -38,6 +38,12 @@ def unsupported(rmsnorm_gamma_cq: Tensor, **_: object) -> str | None:
 def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, query_rope, query_norm, _ = with_rows(**arguments)
     return query, query_rope, query_norm
+
+
+def v3(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """npu_mla_prolog_v3: the query norm as its product takes it."""
+    query, query_rope, _, c = with_rows(**mla_v3.as_pto(arguments))
+    return mla_v3.outputs(arguments, query, query_rope, c.values, c.scale)
 
 
 def with_rows(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:

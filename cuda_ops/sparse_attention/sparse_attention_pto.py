@@ -60,7 +60,7 @@ REASONS = layer.Stages(*(module.unsupported for module in _MODULES))
 
 
 def unsupported(**arguments: Any) -> str | None:
-    return layer.Whole(**arguments).unsupported(REASONS)
+    return layer.of(arguments).unsupported(REASONS)
 
 
 class Queries(NamedTuple):
@@ -70,6 +70,13 @@ class Queries(NamedTuple):
     scored: lightning_indexer.Scored
     absorbed: Callable[..., tuple[Tensor, Tensor]]
     first: bool
+
+
+def shared(**arguments: Any) -> Tensor:
+    """npu_sparse_attention_shared_pto"""
+    a = layer.Shared(**arguments)
+    query, query_rope, *_ = mla_prolog_pto.with_rows(**a.of_mla_prolog())
+    return a.attended(STAGES, query, query_rope, a.sparse_indices)
 
 
 def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ layer's arguments, and their order.  Both prologs write their caches before a st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -333,3 +333,7 @@ class Whole(Layer):
         query_index, weights = stages.indexer_prolog(**self.of_indexer_prolog(query_norm))
         indices = self.selected(stages, query_index, weights)
         return self.attended(stages, query, query_rope, indices), indices
+
+
+def of(arguments: Mapping[str, Any]) -> Shared | Whole:
+    return (Shared if "sparse_indices" in arguments else Whole)(**arguments)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...dispatch.common import memory
+from ...dispatch.common import memory, mla_v3
 from ...dispatch.ops.prolog.mla_prolog_pto import Arguments
 from . import absorption, narrow_prolog, narrow_rows, product, rows
 from .narrow_product import Rows
@@ -49,6 +49,12 @@ def unsupported(
 def forward(**arguments: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
     query, query_rope, query_norm, _ = with_rows(**arguments)
     return query, query_rope, query_norm
+
+
+def v3(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """npu_mla_prolog_v3: the query norm as its product takes it."""
+    query, query_rope, _, c = with_rows(**mla_v3.as_pto(arguments))
+    return mla_v3.outputs(arguments, query, query_rope, c.values, c.scale)
 
 
 def with_rows(**arguments: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:

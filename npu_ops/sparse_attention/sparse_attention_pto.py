@@ -34,7 +34,7 @@ REASONS = layer.Stages(*(module.unsupported for module in _MODULES))
 
 
 def unsupported(**arguments: Any) -> str | None:
-    return layer.Whole(**arguments).unsupported(REASONS)
+    return layer.of(arguments).unsupported(REASONS)
 
 
 def prologs(a: layer.Whole) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -107,6 +107,11 @@ def prologs(a: layer.Whole) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         query_index.view(*shape, a.index_heads, size),
         weights.view(*shape, index_heads),
     )
+
+
+def shared(**arguments: Any) -> Tensor:
+    """npu_sparse_attention_shared_pto"""
+    return layer.Shared(**arguments).run(STAGES)
 
 
 def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:

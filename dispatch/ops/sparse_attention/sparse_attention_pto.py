@@ -40,8 +40,9 @@ SCHEMA = (
     ' bool rope_interleaved=True, bool index_rope_interleaved=False, str weight_format="nz",'
     f"{_OF_8_BITS},{_INDEX_OF_8_BITS}) -> Tensor"
 )
-SHARED_SCHEMA = (
-    "npu_sparse_attention_shared_pto(Tensor x, Tensor w_dq, Tensor w_uq_qr, Tensor w_uk,"
+_SHARED = "npu_sparse_attention_shared_pto"
+_SHARED_SCHEMA = (
+    f"{_SHARED}(Tensor x, Tensor w_dq, Tensor w_uq_qr, Tensor w_uk,"
     " Tensor w_dkv_kr, Tensor gamma_cq, Tensor gamma_ckv, Tensor sin, Tensor cos,"
     " Tensor cache_index, Tensor(a!) kv_cache, Tensor(b!) kr_cache, Tensor block_table,"
     " Tensor act_seqs, Tensor sparse_indices, *, float? softmax_scale=None,"
@@ -90,6 +91,12 @@ def check(op: str = "npu_sparse_attention_pto", **arguments: Any) -> None:
     quantization.index_keys(c, in_bytes, index_k_cache, index_k_scale_cache, a.index_hadamard)
     c.at_least("layer_norm_eps", a.layer_norm_eps, 0)
     c.count("sparse_count", a.sparse_count)
+
+
+def check_shared(**arguments: Any) -> None:
+    a = layer.Shared(**arguments)
+    given = dict(sparse_indices=(a.sparse_indices, "B S 1 K"))
+    check_attention(Checker(_SHARED), a, {}, given, {}, (), {})
 
 
 def check_attention(
@@ -186,4 +193,6 @@ VARIANTS = (
         "with_indices",
         onnx="SparseAttentionIndicesPto",
     ),
+    # without an indexer: another layer made the selection [B, S, 1, K]
+    Variant(_SHARED_SCHEMA, check_shared, fake, "shared", onnx="SparseAttentionSharedPto"),
 )

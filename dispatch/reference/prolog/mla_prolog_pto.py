@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...common import paged, quantised, rope
+from ...common import mla_v3, paged, quantised, rope
 from ...ops.prolog.mla_prolog_pto import Arguments
 from ..caches import latent_cache_write
 from ..common import weight_args
@@ -27,6 +27,12 @@ from ..common.precision import accumulator, matmul
 def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, query_rope, query_norm, _quantised = with_rows(**arguments)
     return query, query_rope, query_norm
+
+
+def v3(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """npu_mla_prolog_v3: the query norm as its product takes it."""
+    query, query_rope, _, c = with_rows(**mla_v3.as_pto(arguments))
+    return mla_v3.outputs(arguments, query, query_rope, *c)
 
 
 def with_rows(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, weight_args.Rows]:

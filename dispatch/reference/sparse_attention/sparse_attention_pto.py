@@ -23,6 +23,11 @@ STAGES = layer.Stages(
 )
 
 
+def shared(**arguments: Any) -> Tensor:
+    """npu_sparse_attention_shared_pto"""
+    return layer.Shared(**arguments).run(STAGES)
+
+
 def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
     return layer.Whole(**arguments).run(STAGES)
 

@@ -48,19 +48,20 @@ CASES = (
 def wired(stage: str, changes: str) -> tuple[str, str]:
     """The launcher's text, and one in which the stage takes other arguments."""
     wrong = f"lambda **a: STAGES.{stage}(**a | dict({changes}))"
-    return ".run(STAGES)", f".run(STAGES._replace({stage}={wrong}))"
+    call = "Shared(**arguments).run("
+    return f"{call}STAGES)", f"{call}STAGES._replace({stage}={wrong}))"
 
 
 CONTROLS = (
     Control(
         "attention before the new keys",
-        OP[4:],
+        "sparse_attention_pto",
         *wired("mla_prolog", 'cache_index=a["cache_index"] * 0 - 1'),
         "16 heads, s1 2, fewer keys than entries",
     ),
     Control(
         "scale of the latent",
-        OP[4:],
+        "sparse_attention_pto",
         *wired(
             "sparse_flash_attention",
             'scale_value=(a["query"].shape[-1] + a["query_rope"].shape[-1]) ** -0.5',
