@@ -11,7 +11,7 @@
         ... of_x.row ... C.SIZE ... part(x, *of_x)
 
 Triton is given the same function with a parameter a field, and a launch gives field after field: a
-number is called `of_x_row`, a constant `SIZE`.  Numbers of tuples are not specialised.
+number or a tensor is called `of_x_row`, a constant `SIZE`.  Numbers of tuples are not specialised.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ def spread(function: Any) -> tuple[Any, list[str]]:
     assert isinstance(node, ast.FunctionDef)
     tuples: dict[str, dict[str, str]] = {}  # parameter: field: its own parameter
     constants: set[str] = set()
+    numbers: list[str] = []
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         kind = parameter.annotation
         if isinstance(kind, type) and issubclass(kind, tuple):
             fields = typing.get_type_hints(kind)
             constants |= {field for field, of in fields.items() if of is tl.constexpr}
             tuples[name] = {x: x if x in constants else f"{name}_{x}" for x in fields}
+            numbers += [f"{name}_{x}" for x, of in fields.items() if of in (int, float)]
     made = [flat for fields in tuples.values() for flat in fields.values()]
     every = list(ast.walk(node))
     names = [x.id for x in every if isinstance(x, ast.Name)]
@@ -81,4 +83,4 @@ def spread(function: Any) -> tuple[Any, list[str]]:
     space: dict[str, Any] = {}
     code = compile(text, file, "exec", annotations.compiler_flag, dont_inherit=True)
     exec(code, function.__globals__, space)
-    return space[function.__name__], [x for x in made if x not in constants]
+    return space[function.__name__], numbers

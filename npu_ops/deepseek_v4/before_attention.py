@@ -13,14 +13,14 @@ launch.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory, nz
-from ..common import cores, entry, tune
+from ..common import cores, tune, tuples
 from ..prolog import product
 from ..prolog.product import _cut, _tile_count, _tiles
 from . import compressor, sharedkv_prolog_pto, sparse_attn_sharedkv
@@ -29,46 +29,49 @@ from .sharedkv_prolog_pto import of_heads, of_tokens
 from .sparse_attn_sharedkv import note
 
 
-@entry.jit(
-    do_not_specialize=[
-        "columns0", "columns1", "columns2", "out_row", "rows", "depth",
-        "parts", "out_part", "entry_width", "entry_next_width", "entry_parts",
-        "entry_kv_row", "entry_gate_row", "entry_next_kv_row", "entry_next_gate_row",
-        "entry_out_part",
-    ]
-)  # fmt: skip
+class Product(NamedTuple):
+    w: Tensor | None  # NZ; None: there is no such product
+    out: Tensor | None  # [rows, columns] of its first part
+    columns: int  # of w
+
+
+class EntryProducts(NamedTuple):
+    """Of the compressors, as `project` has them."""
+
+    wkv: Tensor  # of entries
+    wgate: Tensor
+    next_kv: Tensor | None  # of index keys
+    next_gate: Tensor | None
+    out: Tensor  # [parts, rows, kv and z of both]
+    width: int  # columns of kv, and of z
+    next_width: int  # those of index keys
+    parts: int  # of the depth
+    kv_row: int  # from row to row of each weight
+    gate_row: int
+    next_kv_row: int
+    next_gate_row: int
+    out_part: int  # from part to part of `out`
+
+
+class Whole(NamedTuple):
+    WHOLE_M: tl.constexpr  # tiles divide the rows of x
+    WHOLE_N: tl.constexpr  # the columns of each NZ weight
+    WHOLE_K: tl.constexpr  # a part of the depth
+
+
+@tuples.jit(["out_row", "rows", "depth", "parts", "out_part"])
 def sums(
     x,
-    w0,
-    out0,
-    columns0,
-    w1,
-    out1,
-    columns1,
-    w2,
-    out2,
-    columns2,
+    latent: Product,
+    window: Product,
+    weights: Product,
     out_row,
     rows,
     depth,
     parts,
     out_part,
-    entry_wkv,
-    entry_wgate,
-    entry_next_kv,
-    entry_next_gate,
-    entry_out,
-    entry_width,
-    entry_next_width,
-    entry_parts,
-    entry_kv_row,
-    entry_gate_row,
-    entry_next_kv_row,
-    entry_next_gate_row,
-    entry_out_part,
-    WHOLE_M: tl.constexpr,
-    WHOLE_N: tl.constexpr,
-    WHOLE_K: tl.constexpr,
+    entry: EntryProducts,
+    whole: Whole,
     ROWS: tl.constexpr,
     PANELS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -80,79 +83,67 @@ def sums(
     """All products of x: of NZ weights, and of the rows of the compressors."""
     first = _tiles(
         x,
-        w0,
-        out0,
-        columns0,
+        *latent,
         out_row,
         0,
         rows,
         depth,
         parts,
         out_part,
-        WHOLE_M,
-        WHOLE_N,
-        WHOLE_K,
+        *whole,
         ROWS,
         PANELS,
         DEPTH,
     )
     first = _tiles(
         x,
-        w1,
-        out1,
-        columns1,
+        *window,
         out_row,
         first,
         rows,
         depth,
         parts,
         out_part,
-        WHOLE_M,
-        WHOLE_N,
-        WHOLE_K,
+        *whole,
         ROWS,
         PANELS,
         DEPTH,
     )
-    if w2 is not None:
+    if weights.w is not None:
         first = _tiles(
             x,
-            w2,
-            out2,
-            columns2,
+            *weights,
             out_row,
             first,
             rows,
             depth,
             parts,
             out_part,
-            WHOLE_M,
-            WHOLE_N,
-            WHOLE_K,
+            *whole,
             ROWS,
             PANELS,
             DEPTH,
         )
     project(
         x,
-        entry_wkv,
-        entry_wgate,
-        entry_next_kv,
-        entry_next_gate,
-        entry_out,
-        entry_width,
-        entry_next_width,
+        entry.wkv,
+        entry.wgate,
+        entry.next_kv,
+        entry.next_gate,
+        entry.out,
+        entry.width,
+        entry.next_width,
         first,
         rows,
         depth,
-        entry_parts,
+        entry.parts,
         depth,
-        entry_kv_row,
-        entry_gate_row,
-        entry_next_kv_row,
-        entry_next_gate_row,
-        entry_out_part,
-        WHOLE_M,
+        entry.kv_row,
+        entry.gate_row,
+        entry.next_kv_row,
+        entry.next_gate_row,
+        entry.out_part,
+        whole.WHOLE_M,
         ENTRY_WHOLE_N,
         ENTRY_WHOLE_K,
         ROWS,
@@ -161,101 +152,112 @@ def sums(
     )
 
 
-@entry.jit(
-    do_not_specialize=[
-        "row_rows", "row_steps", "row_x_row", "row_parts", "row_rank", "row_columns", "row_pages",
-        "row_page", "row_page_step", "row_epsilon", "pool_tokens", "pool_requests", "pool_each",
-        "pool_rows", "pool_size", "pool_next_size", "pool_ratio", "pool_parts", "pool_out_part",
-        "pool_state_page", "pool_next_state_page", "pool_table_row", "pool_columns", "pool_pages",
-        "pool_page", "note_tokens", "note_requests", "note_width", "note_window", "note_ratio",
-        "note_ori_reach", "note_cmp_reach", "note_ori_stride", "note_cmp_stride", "note_ori_pages",
-        "note_cmp_pages", "note_ori_page", "note_cmp_page", "note_ori_page_rows",
-        "note_cmp_page_rows",
-    ]
-)  # fmt: skip
+class Row(NamedTuple):
+    """Of the prolog, as `of_tokens` has it."""
+
+    x: Tensor  # [parts, rows, columns of all its products]
+    sin: Tensor  # [rows, angles]
+    cos: Tensor
+    table: Tensor  # pages of each request
+    act_seqs: Tensor  # tokens of each request, with those before
+    seqused: Tensor  # new ones among them
+    rows: int  # tokens of all requests
+    steps: int  # of a request
+    x_row: int  # from row to row of x
+    parts: int  # of the sums
+    rank: int  # of the query latents
+    columns: int  # of the table
+    pages: int  # of the cache
+    page: int  # rows of a page
+    page_step: int  # from page to page
+    epsilon: float  # of each norm
+    gamma_cq: Tensor  # of the query latents
+    query_norm: Tensor  # [rows, rank], made here
+    gamma_kv: Tensor  # of the window rows
+    cache: Tensor  # of the window rows
+    weights: Tensor  # of index heads, made here
+
+
+class Window(NamedTuple):
+    """Of the compressors, as `pool` has it; None each where there are none."""
+
+    product: Tensor | None  # [parts, rows, kv and z of both]
+    ape: Tensor | None  # of entries
+    next_ape: Tensor | None  # of index keys
+    state: Tensor | None  # of entries; None: there is no history
+    next_state: Tensor | None  # of index keys
+    table: Tensor | None  # pages of each request's states
+    bounds: Tensor | None  # sums of lengths, of packed tokens
+    used: Tensor | None  # tokens of each request
+    starts: Tensor | None  # tokens before them
+    out: Tensor | None  # [rows, size + next_size]
+    tokens: int  # of a request, or of all that are packed
+    requests: int
+    each: int  # windows of a request
+    rows: int  # windows of all
+    size: int  # of an entry
+    next_size: int  # of an index key
+    ratio: int  # tokens of a window
+    parts: int  # of the product
+    out_part: int  # from part to part
+    state_page: int  # from page to page of states
+    next_state_page: int
+    table_row: int  # from row to row of the table
+    columns: int  # of the table
+    pages: int  # of states
+    page: int  # states of a page
+
+
+class Seen(NamedTuple):
+    """Of attention, as `note` has it: `ori` are window rows, `cmp` entries."""
+
+    plan: Tensor  # [rows, width], made here
+    sums: Tensor  # of query lengths
+    used_q: Tensor  # tokens of each request
+    used_kv: Tensor  # keys of each request
+    ori_sums: Tensor  # of key lengths
+    cmp_sums: Tensor
+    ori_table: Tensor  # pages of each request
+    cmp_table: Tensor
+    tokens: int  # of a request, or of all that are packed
+    requests: int
+    width: int  # of the plan
+    window: int  # rows that a token sees
+    ratio: int  # tokens of an entry
+    ori_reach: int  # keys that a request may have
+    cmp_reach: int
+    ori_stride: int  # from row to row of a table
+    cmp_stride: int
+    ori_pages: int
+    cmp_pages: int
+    ori_page: int  # keys of a page
+    cmp_page: int
+    ori_page_rows: int  # from page to page, in rows
+    cmp_page_rows: int
+
+
+class TokenConstants(NamedTuple):
+    ROW_SIZE: tl.constexpr  # of a window row
+    ROW_ROTARY: tl.constexpr  # dims of it that turn
+    ROW_HEADS: tl.constexpr  # of the index; 0: there is none
+    ROW_USED: tl.constexpr  # requests have lengths
+    WINDOW_PACKED: tl.constexpr  # tokens are packed
+    WINDOW_COFF: tl.constexpr  # windows that an entry spans
+    WINDOW_RING: tl.constexpr  # states are those of the last positions
+    SEEN_Q_TND: tl.constexpr  # query tokens are packed
+    SEEN_Q_LENGTHS: tl.constexpr  # requests have query lengths
+    SEEN_KEYS: tl.constexpr  # how keys are laid out
+    SEEN_K_LENGTHS: tl.constexpr  # requests have key lengths
+    SEEN_NEAR: tl.constexpr  # where window rows come from
+    SEEN_FAR: tl.constexpr  # where entries come from
+
+
+@tuples.jit()
 def tokens(
-    row_x,
-    row_sin,
-    row_cos,
-    row_table,
-    row_act_seqs,
-    row_seqused,
-    row_rows,
-    row_steps,
-    row_x_row,
-    row_parts,
-    row_rank,
-    row_columns,
-    row_pages,
-    row_page,
-    row_page_step,
-    row_epsilon,
-    row_gamma_cq,
-    row_query_norm,
-    row_gamma_kv,
-    row_cache,
-    row_weights,
-    pool_product,
-    pool_ape,
-    pool_next_ape,
-    pool_state,
-    pool_next_state,
-    pool_table,
-    pool_bounds,
-    pool_used,
-    pool_starts,
-    pool_out,
-    pool_tokens,
-    pool_requests,
-    pool_each,
-    pool_rows,
-    pool_size,
-    pool_next_size,
-    pool_ratio,
-    pool_parts,
-    pool_out_part,
-    pool_state_page,
-    pool_next_state_page,
-    pool_table_row,
-    pool_columns,
-    pool_pages,
-    pool_page,
-    note_plan,
-    note_sums,
-    note_used_q,
-    note_used_kv,
-    note_ori_sums,
-    note_cmp_sums,
-    note_ori_table,
-    note_cmp_table,
-    note_tokens,
-    note_requests,
-    note_width,
-    note_window,
-    note_ratio,
-    note_ori_reach,
-    note_cmp_reach,
-    note_ori_stride,
-    note_cmp_stride,
-    note_ori_pages,
-    note_cmp_pages,
-    note_ori_page,
-    note_cmp_page,
-    note_ori_page_rows,
-    note_cmp_page_rows,
-    ROW_SIZE: tl.constexpr,
-    ROW_ROTARY: tl.constexpr,
-    ROW_HEADS: tl.constexpr,
-    ROW_USED: tl.constexpr,
-    POOL_PACKED: tl.constexpr,
-    POOL_COFF: tl.constexpr,
-    POOL_RING: tl.constexpr,
-    NOTE_Q_TND: tl.constexpr,
-    NOTE_Q_LENGTHS: tl.constexpr,
-    NOTE_KEYS: tl.constexpr,
-    NOTE_K_LENGTHS: tl.constexpr,
-    NOTE_NEAR: tl.constexpr,
-    NOTE_FAR: tl.constexpr,
+    row: Row,
+    window: Window,
+    seen: Seen,
+    C: TokenConstants,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -263,339 +265,135 @@ def tokens(
 ):
     """Norms, window rows and head weights; the windows that close; what each token sees."""
     note(
-        note_plan,
-        note_sums,
-        note_used_q,
-        note_used_kv,
-        note_ori_sums,
-        note_cmp_sums,
-        note_ori_table,
-        note_cmp_table,
-        note_tokens,
-        note_requests,
-        note_width,
-        note_window,
-        note_ratio,
-        note_ori_reach,
-        note_cmp_reach,
-        note_ori_stride,
-        note_cmp_stride,
-        note_ori_pages,
-        note_cmp_pages,
-        note_ori_page,
-        note_cmp_page,
-        note_ori_page_rows,
-        note_cmp_page_rows,
-        NOTE_Q_TND,
-        NOTE_Q_LENGTHS,
-        NOTE_KEYS,
-        NOTE_K_LENGTHS,
-        NOTE_NEAR,
-        NOTE_FAR,
+        *seen,
+        C.SEEN_Q_TND,
+        C.SEEN_Q_LENGTHS,
+        C.SEEN_KEYS,
+        C.SEEN_K_LENGTHS,
+        C.SEEN_NEAR,
+        C.SEEN_FAR,
         PIECE,
     )
-    of_tokens(
-        row_x,
-        row_sin,
-        row_cos,
-        row_table,
-        row_act_seqs,
-        row_seqused,
-        row_rows,
-        row_steps,
-        row_x_row,
-        row_parts,
-        row_rank,
-        row_columns,
-        row_pages,
-        row_page,
-        row_page_step,
-        row_epsilon,
-        row_gamma_cq,
-        row_query_norm,
-        row_gamma_kv,
-        row_cache,
-        row_weights,
-        ROW_SIZE,
-        ROW_ROTARY,
-        ROW_HEADS,
-        ROW_USED,
-        WIDTH,
-    )
-    if pool_product is not None:
-        pool(
-            pool_product,
-            pool_ape,
-            pool_next_ape,
-            pool_state,
-            pool_next_state,
-            pool_table,
-            pool_bounds,
-            pool_used,
-            pool_starts,
-            pool_out,
-            pool_tokens,
-            pool_requests,
-            pool_each,
-            pool_rows,
-            pool_size,
-            pool_next_size,
-            pool_ratio,
-            pool_parts,
-            pool_out_part,
-            pool_state_page,
-            pool_next_state_page,
-            pool_table_row,
-            pool_columns,
-            pool_pages,
-            pool_page,
-            POOL_PACKED,
-            POOL_COFF,
-            POOL_RING,
-            ROWS,
-            CHANNELS,
-        )
+    of_tokens(*row, C.ROW_SIZE, C.ROW_ROTARY, C.ROW_HEADS, C.ROW_USED, WIDTH)
+    if window.product is not None:
+        pool(*window, C.WINDOW_PACKED, C.WINDOW_COFF, C.WINDOW_RING, ROWS, CHANNELS)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "head_rows", "head_steps", "head_heads", "head_index_heads", "head_epsilon",
-        "entry_tokens", "entry_requests", "entry_each", "entry_rows", "entry_ratio",
-        "entry_pooled_row", "entry_angle_row", "entry_epsilon", "entry_values_page",
-        "entry_scales_page", "entry_table_row", "entry_columns", "entry_pages", "entry_page",
-        "key_tokens", "key_requests", "key_each", "key_rows", "key_ratio", "key_pooled_row",
-        "key_angle_row", "key_epsilon", "key_values_page", "key_scales_page", "key_table_row",
-        "key_columns", "key_pages", "key_page", "keep_tokens", "keep_requests", "keep_rows",
-        "keep_size", "keep_next_size", "keep_ratio", "keep_parts", "keep_out_part",
-        "keep_state_page", "keep_next_state_page", "keep_table_row", "keep_columns", "keep_pages",
-        "keep_page",
-    ]
-)  # fmt: skip
+class Heads(NamedTuple):
+    """Of the prolog, as `of_heads` has it."""
+
+    query: Tensor  # [rows, heads, size]
+    to_query: Tensor  # the same
+    index: Tensor  # [rows, index heads, size of theirs]
+    to_index: Tensor  # the same
+    sin: Tensor  # [rows, angles]
+    cos: Tensor
+    act_seqs: Tensor  # tokens of each request, with those before
+    seqused: Tensor  # new ones among them
+    rows: int  # tokens of all requests
+    steps: int  # of a request
+    heads: int
+    index_heads: int
+    epsilon: float  # of the norm
+
+
+class Entries(NamedTuple):
+    """Of a compressor, as `finish` has it; None each where there is none."""
+
+    pooled: Tensor | None  # [rows, size]
+    gamma: Tensor | None  # of the norm
+    sin: Tensor | None  # of each window
+    cos: Tensor | None
+    bounds: Tensor | None  # sums of lengths, of packed tokens
+    used: Tensor | None  # tokens of each request
+    starts: Tensor | None  # tokens before them
+    out: Tensor | None  # the entries, if they are returned
+    values: Tensor | None  # pages of entries
+    scales: Tensor | None  # of entries of int8
+    table: Tensor | None  # pages of each request
+    tokens: int  # of a request, or of all that are packed
+    requests: int
+    each: int  # windows of a request
+    rows: int  # windows of all
+    ratio: int  # tokens of a window
+    pooled_row: int  # from row to row
+    angle_row: int
+    epsilon: float  # of the norm
+    values_page: int  # from page to page
+    scales_page: int
+    table_row: int  # from row to row
+    columns: int  # of the table
+    pages: int
+    page: int  # entries of a page
+
+
+class States(NamedTuple):
+    """Of the compressors, as `keep` has it; None each where there are none."""
+
+    product: Tensor | None  # [parts, rows, kv and z of both]
+    ape: Tensor | None  # of entries
+    next_ape: Tensor | None  # of index keys
+    state: Tensor | None  # of entries
+    next_state: Tensor | None  # of index keys
+    table: Tensor | None  # pages of each request
+    bounds: Tensor | None  # sums of lengths, of packed tokens
+    used: Tensor | None  # tokens of each request
+    starts: Tensor | None  # tokens before them
+    tokens: int  # of a request, or of all that are packed
+    requests: int
+    rows: int  # tokens of all
+    size: int  # of an entry
+    next_size: int  # of an index key
+    ratio: int  # tokens of a window
+    parts: int  # of the product
+    out_part: int  # from part to part
+    state_page: int  # from page to page
+    next_state_page: int
+    table_row: int  # from row to row of the table
+    columns: int  # of the table
+    pages: int
+    page: int  # states of a page
+
+
+class HeadConstants(NamedTuple):
+    HEAD_SIZE: tl.constexpr
+    HEAD_INDEX: tl.constexpr  # size of an index head; 0: there are none
+    HEAD_ROTARY: tl.constexpr  # dims of each that turn
+    HEAD_USED: tl.constexpr  # requests have lengths
+    ENTRY_PACKED: tl.constexpr  # tokens are packed
+    ENTRY_SIZE: tl.constexpr
+    ENTRY_ROTARY: tl.constexpr  # dims that turn
+    ENTRY_PAIRS: tl.constexpr  # the dims that an angle turns are neighbours
+    ENTRY_FULL: tl.constexpr  # each angle comes twice
+    KEY_PACKED: tl.constexpr  # the same of index keys
+    KEY_SIZE: tl.constexpr
+    KEY_ROTARY: tl.constexpr
+    KEY_PAIRS: tl.constexpr
+    KEY_FULL: tl.constexpr
+    STATE_PACKED: tl.constexpr  # tokens are packed
+    STATE_COFF: tl.constexpr  # windows that an entry spans
+    STATE_RING: tl.constexpr  # states are those of the last positions
+
+
+@tuples.jit()
 def heads(
-    head_query,
-    head_to_query,
-    head_index,
-    head_to_index,
-    head_sin,
-    head_cos,
-    head_act_seqs,
-    head_seqused,
-    head_rows,
-    head_steps,
-    head_heads,
-    head_index_heads,
-    head_epsilon,
-    entry_pooled,
-    entry_gamma,
-    entry_sin,
-    entry_cos,
-    entry_bounds,
-    entry_used,
-    entry_starts,
-    entry_out,
-    entry_values,
-    entry_scales,
-    entry_table,
-    entry_tokens,
-    entry_requests,
-    entry_each,
-    entry_rows,
-    entry_ratio,
-    entry_pooled_row,
-    entry_angle_row,
-    entry_epsilon,
-    entry_values_page,
-    entry_scales_page,
-    entry_table_row,
-    entry_columns,
-    entry_pages,
-    entry_page,
-    key_pooled,
-    key_gamma,
-    key_sin,
-    key_cos,
-    key_bounds,
-    key_used,
-    key_starts,
-    key_out,
-    key_values,
-    key_scales,
-    key_table,
-    key_tokens,
-    key_requests,
-    key_each,
-    key_rows,
-    key_ratio,
-    key_pooled_row,
-    key_angle_row,
-    key_epsilon,
-    key_values_page,
-    key_scales_page,
-    key_table_row,
-    key_columns,
-    key_pages,
-    key_page,
-    keep_product,
-    keep_ape,
-    keep_next_ape,
-    keep_state,
-    keep_next_state,
-    keep_table,
-    keep_bounds,
-    keep_used,
-    keep_starts,
-    keep_tokens,
-    keep_requests,
-    keep_rows,
-    keep_size,
-    keep_next_size,
-    keep_ratio,
-    keep_parts,
-    keep_out_part,
-    keep_state_page,
-    keep_next_state_page,
-    keep_table_row,
-    keep_columns,
-    keep_pages,
-    keep_page,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_INDEX: tl.constexpr,
-    HEAD_ROTARY: tl.constexpr,
-    HEAD_USED: tl.constexpr,
-    ENTRY_PACKED: tl.constexpr,
-    ENTRY_SIZE: tl.constexpr,
-    ENTRY_ROTARY: tl.constexpr,
-    ENTRY_PAIRS: tl.constexpr,
-    ENTRY_FULL: tl.constexpr,
-    KEY_PACKED: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    KEY_ROTARY: tl.constexpr,
-    KEY_PAIRS: tl.constexpr,
-    KEY_FULL: tl.constexpr,
-    KEEP_PACKED: tl.constexpr,
-    KEEP_COFF: tl.constexpr,
-    KEEP_RING: tl.constexpr,
+    head: Heads,
+    entry: Entries,
+    key: Entries,
+    state: States,
+    C: HeadConstants,
     HEAD_TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Norms and rotations of heads; entries and index keys to their pages; then states, which only
     the launch before reads."""
-    of_heads(
-        head_query,
-        head_to_query,
-        head_index,
-        head_to_index,
-        head_sin,
-        head_cos,
-        head_act_seqs,
-        head_seqused,
-        head_rows,
-        head_steps,
-        head_heads,
-        head_index_heads,
-        head_epsilon,
-        HEAD_SIZE,
-        HEAD_INDEX,
-        HEAD_ROTARY,
-        HEAD_USED,
-        HEAD_TILE,
-    )
-    if entry_values is not None:
-        finish(
-            entry_pooled,
-            entry_gamma,
-            entry_sin,
-            entry_cos,
-            entry_bounds,
-            entry_used,
-            entry_starts,
-            entry_out,
-            entry_values,
-            entry_scales,
-            entry_table,
-            entry_tokens,
-            entry_requests,
-            entry_each,
-            entry_rows,
-            entry_ratio,
-            entry_pooled_row,
-            entry_angle_row,
-            entry_epsilon,
-            entry_values_page,
-            entry_scales_page,
-            entry_table_row,
-            entry_columns,
-            entry_pages,
-            entry_page,
-            ENTRY_PACKED,
-            ENTRY_SIZE,
-            ENTRY_ROTARY,
-            ENTRY_PAIRS,
-            ENTRY_FULL,
-        )
-    if key_values is not None:
-        finish(
-            key_pooled,
-            key_gamma,
-            key_sin,
-            key_cos,
-            key_bounds,
-            key_used,
-            key_starts,
-            key_out,
-            key_values,
-            key_scales,
-            key_table,
-            key_tokens,
-            key_requests,
-            key_each,
-            key_rows,
-            key_ratio,
-            key_pooled_row,
-            key_angle_row,
-            key_epsilon,
-            key_values_page,
-            key_scales_page,
-            key_table_row,
-            key_columns,
-            key_pages,
-            key_page,
-            KEY_PACKED,
-            KEY_SIZE,
-            KEY_ROTARY,
-            KEY_PAIRS,
-            KEY_FULL,
-        )
-    if keep_product is not None:
-        keep(
-            keep_product,
-            keep_ape,
-            keep_next_ape,
-            keep_state,
-            keep_next_state,
-            keep_table,
-            keep_bounds,
-            keep_used,
-            keep_starts,
-            keep_tokens,
-            keep_requests,
-            keep_rows,
-            keep_size,
-            keep_next_size,
-            keep_ratio,
-            keep_parts,
-            keep_out_part,
-            keep_state_page,
-            keep_next_state_page,
-            keep_table_row,
-            keep_columns,
-            keep_pages,
-            keep_page,
-            KEEP_PACKED,
-            KEEP_COFF,
-            KEEP_RING,
-            WIDTH,
-        )
+    of_heads(*head, C.HEAD_SIZE, C.HEAD_INDEX, C.HEAD_ROTARY, C.HEAD_USED, HEAD_TILE)
+    if entry.values is not None:
+        finish(*entry, C.ENTRY_PACKED, C.ENTRY_SIZE, C.ENTRY_ROTARY, C.ENTRY_PAIRS, C.ENTRY_FULL)
+    if key.values is not None:
+        finish(*key, C.KEY_PACKED, C.KEY_SIZE, C.KEY_ROTARY, C.KEY_PAIRS, C.KEY_FULL)
+    if state.product is not None:
+        keep(*state, C.STATE_PACKED, C.STATE_COFF, C.STATE_RING, WIDTH)
 
 
 def launch(
@@ -612,7 +410,7 @@ def launch(
     config = tune.at_least("before_attention.tokens", "ROWS", ratio, prolog.size)
     if compressing is not None:
         works.append(compressing.pooled_tiles(config))
-    given = _given(tokens, row=prolog.of_tokens(of_x), pool=pooling, note=sees.noting)
+    given = _given(tokens, row=prolog.of_tokens(of_x), window=pooling, seen=sees.noting)
     tokens[(min(max(works), cores.vector()),)](**given, **config.keywords)
     prolog.multiply()
     closing: dict[str, dict[str, Any]] = {}
@@ -620,7 +418,7 @@ def launch(
     works = [prolog.head_tiles(config)]
     if compressing is not None and of_entries is not None:
         closing = dict(zip(("entry", "key"), compressing.finishing(), strict=False))
-        closing["keep"] = compressing.keeping(of_entries)
+        closing["state"] = compressing.keeping(of_entries)
         works.append(compressing.kept_tiles(config))
     given = _given(heads, head=prolog.of_heads(), **closing)
     heads[(min(max(works), cores.vector()),)](**given, **config.keywords)
@@ -638,7 +436,7 @@ def _given(kernel: Any, **parts: dict[str, Any]) -> dict[str, Any]:
     return dict.fromkeys(left) | given
 
 
-_PREFIXES = {"row", "pool", "note", "head", "entry", "key", "keep"}
+_PREFIXES = {"row", "window", "seen", "head", "entry", "key", "state"}
 
 
 def _sums(
@@ -664,9 +462,9 @@ def _sums(
     config, parts = _as_apart(prolog.x, sizes)
     out = memory.empty((parts, rows, sum(sizes)), torch.float32, prolog.x.device)
     pairs = zip(prolog.of_x, out[0].split(sizes, dim=1), strict=True)
-    given: dict[str, Any] = dict(w2=None, out2=None, columns2=0)
-    for i, ((w, size), of_w) in enumerate(pairs):
-        given |= {f"w{i}": w, f"out{i}": of_w, f"columns{i}": size}
+    given: dict[str, Any] = dict(weights_w=None, weights_out=None, weights_columns=0)
+    for name, ((w, size), of_w) in zip(("latent", "window", "weights"), pairs, strict=False):
+        given |= {f"{name}_w": w, f"{name}_out": of_w, f"{name}_columns": size}
     entry = {
         name: value
         for name, value in compressing.projecting(of_entries).items()

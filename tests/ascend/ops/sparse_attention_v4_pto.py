@@ -272,8 +272,8 @@ CONTROLS = (
         for title, old, new in (
             (
                 "the first compressor's states alone",
-                'closing["keep"] = compressing.keeping(of_entries)',
-                'closing["keep"] = compressing.keeping(of_entries) | dict(next_size=0)',
+                'closing["state"] = compressing.keeping(of_entries)',
+                'closing["state"] = compressing.keeping(of_entries) | dict(next_size=0)',
             ),
             (
                 "index keys to no page",
