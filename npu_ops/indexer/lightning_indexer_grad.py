@@ -242,7 +242,9 @@ def grad_query(
             grad = tl.load(g + row.to(tl.int64) * wide + position + p)
             s = tl.dot(q, tl.trans(k))  # [HEAD_TILE, KEY_TILE]
             seen = tl.where(s > 0, grad[None], 0.0)
-            total += tl.sum(s * seen, 1)
+            # not s itself: where it is -inf, 0 times it is NaN
+            relu = tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            total += tl.sum(relu * seen, 1)
             ds = seen * w[:, None]
             acc = tl.dot(ds.to(k.dtype), k, acc)
         to = d_query + (token * heads + h[:, None]) * DIM + d[None]

@@ -73,6 +73,20 @@ def of_none(arguments: Arguments) -> torch.Tensor:
     return arguments["sparse_indices"][..., :0]
 
 
+def below_all(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """The last token alone sees the last key, which is -inf where all queries are above 0: its
+    score is 0 over the heads that are there, and NaN over zeros."""
+
+    def drawn(x: Inputs) -> Arguments:
+        arguments = make(x)
+        arguments["query_index"][..., 0].abs_()
+        arguments["key_index"][0, -1, :, 0] = -torch.inf
+        arguments["sparse_indices"][0, -1, :, 0] = arguments["key_index"].shape[1] - 1
+        return arguments
+
+    return drawn
+
+
 def judge_all(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:
     """The loss is one number: the reference may hit it by chance, which leaves no bound.  But each
     row adds pi (log pi - log r) with sum pi = 1, and a log of 1 / keys rounds by eps log(keys)."""
@@ -91,6 +105,7 @@ CASES = (
     case("24 heads of 576, 1500 slots", call((1, 2), (1, 1600), 24, 1500, 576, 0, (64, 128))),
     case("24 heads of 128 and 64", call((1, 2), (1, 100), 24, 60, rope=64)),
     case("128 slots", call((1, 2), (1, 200), 16, 128)),
+    case("an infinite key of the index", below_all(call((1, 2), (1, 60), 16, 8, index=(24, 64)))),
     case("no slot", with_(call((1, 2), (1, 40), 16, 8), sparse_indices=of_none)),
     case(
         "lengths, sinks",
