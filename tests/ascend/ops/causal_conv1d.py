@@ -59,7 +59,7 @@ def beyond(x: Inputs) -> Arguments:
 
 CASES = (
     Case(OP, "packed", call([5, 1, 0, 40, 2], before=2, behind=3)),
-    Case(OP, "packed, 24 sequences of 3", call([3] * 24), cores=(5,)),
+    Case(OP, "packed, 24 sequences of 3 and 2", call([3] * 12 + [2] * 12), cores=(5,)),
     Case(OP, "no history, no bias", call([7, 1, 2], history=False, bias=False)),
     Case(OP, "three taps, no activation", call([9, 1], width=3, activation=None)),
     Case(

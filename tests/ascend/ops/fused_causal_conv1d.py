@@ -145,6 +145,7 @@ CASES = (
             block_size=4,
             blocks=([0, 0, 1], [2, 0, 2], [0, 0, 1]),
         ),
+        cores=(24, 2),
     ),
     Case(
         OP,
