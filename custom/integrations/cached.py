@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,34 @@ from .masks import WHERE
 
 need("transformers.models.deepseek_v4", __name__, '"transformers>=5.17,<6"')
 
-from transformers.cache_utils import CacheLayerMixin  # noqa: E402
+from transformers.cache_utils import Cache, CacheLayerMixin  # noqa: E402
+
+# what the argument `cache` is called before Transformers 5.24
+_NAMES = ("past_key_values", "cache_params")
+
+
+def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, whose cache comes as `cache`, by whichever name Transformers gives it.
+
+    Raises:
+        NotSupported: a cache comes by a name that nobody reads, and would count for nothing.
+    """
+
+    @wraps(forward)
+    def named(self: Any, *args: Any, **options: Any) -> Any:
+        for name in _NAMES:
+            given = options.pop(name, None)
+            if given is not None:
+                options["cache"] = given
+        for name, value in options.items():
+            if name != "cache" and isinstance(value, Cache):
+                raise NotSupported(
+                    f"{WHERE}: {type(self).__name__} was given a cache as `{name}`, which is not "
+                    'read. pip install "transformers>=5.17,<=5.24".'
+                )
+        return forward(self, *args, **options)
+
+    return named
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..dispatch.errors import NotSupported
 from ..hyper_connections import npu_hc_post, npu_hc_pre
 from ..sparse_attention_v4 import npu_sparse_attention_v4_pto
-from .cached import PagedLayer, refuse_what_differs
+from .cached import PagedLayer, refuse_what_differs, takes_cache
 from .deepseek_v4 import (
     SparseAttentionV4Weights,
     V4Caches,
@@ -129,7 +129,7 @@ def _taken_over(cache: Cache, module: Any, x: Tensor, options: dict[str, Any]) -
         came = "no layers" if not layers else f"{layers[0]} of {layers[0].get_seq_length()} tokens"
         raise NotSupported(
             f"{WHERE} takes over a DynamicCache or StaticCache of the model's configuration that "
-            f"is still empty; got {type(cache).__name__} with {came}. Leave past_key_values out, "
+            f"is still empty; got {type(cache).__name__} with {came}. Leave the cache out, "
             "or pass DynamicCache(config=model.config)."
         )
     reach = [each.max_cache_len for each in layers if isinstance(each, _StaticPlace)]
@@ -153,13 +153,14 @@ def attention_forward(
     turned: dict[int, OncePerForward] = {}  # by ratio
     options: dict[str, Any] = dict(page_size=page_size, drafts=drafts)
 
+    @takes_cache
     def forward(
         self: Any,
         hidden_states: Tensor,
         position_embeddings: Any,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         requests, tokens, _hidden = hidden_states.shape
@@ -174,8 +175,8 @@ def attention_forward(
             )
             converted[self] = w
         layer, cached, valid, fixed = None, 0, None, None
-        if past_key_values is not None:
-            layer = _taken_over(past_key_values, self, hidden_states, options)
+        if cache is not None:
+            layer = _taken_over(cache, self, hidden_states, options)
             cached, valid, fixed = layer.tokens, layer.valid, layer.fixed
         found = read(
             self.layer_idx,
@@ -257,11 +258,11 @@ def _layer_forward(
 
 
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    """`DeepseekV4RMSNorm.forward`; its output stays of 16 bits where its weight is of 32, as a
-    checkpoint's is."""
+    """`DeepseekV4RMSNorm.forward`, rounded once: its output stays of 16 bits where its weight is of
+    32, as a checkpoint's is."""
     x = hidden_states.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-    out: Tensor = (self.weight * x.to(hidden_states.dtype)).to(hidden_states.dtype)
+    out: Tensor = (self.weight * x).to(hidden_states.dtype)
     return out
 
 

@@ -36,9 +36,18 @@ REFUSED: dict[str, str] = {
         "its keys are compressed, and its selection is one of them; sparse_attention_v4_weights "
         "takes the layer's attention"
     ),
+    "Dots3NoteTextAttention": (
+        "it scales its latents, norms the shared key's rotation and gates each head"
+    ),
     "Glm5NextTextAttention": "its indexer selects pools of keys, and nothing is rotated",
     "HYV4Attention": "its heads have sinks and a gate, and its indexer rotates the last dimensions",
+    "HYV4VLAttention": (
+        "its heads have sinks and a gate, and its indexer rotates the last dimensions"
+    ),
     "MiniMaxM3VLAttention": "its indexer selects blocks of keys, and its keys are not latent",
+    "MistralLarge4TextAttention": (
+        "it has no query latent, scales its queries by their position and shares other layers' keys"
+    ),
     "Qwen4ExpTextAttention": "its indexer selects blocks of keys, and its keys are not latent",
 }
 

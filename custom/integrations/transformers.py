@@ -55,7 +55,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
 from . import deepseek_v4_model  # noqa: E402
 from .attention import register  # noqa: E402
-from .cached import PagedLayer, refuse_what_differs  # noqa: E402
+from .cached import PagedLayer, refuse_what_differs, takes_cache  # noqa: E402
 from .deepseek_v4 import (  # noqa: E402
     SparseAttentionV4Weights,
     sparse_attention_v4_weights,
@@ -102,7 +102,7 @@ def _paged_layer(cache: Cache | None, module: Any, x: Tensor, page_size: int) ->
         raise NotSupported(
             "custom.integrations.transformers.use() takes over a DynamicCache that is still empty; "
             f"got {type(cache).__name__} with {layer} of {layer.get_seq_length()} tokens. Leave "
-            "past_key_values out, or pass a new DynamicCache."
+            "the cache out, or pass a new DynamicCache."
         )
     caches = PagedCaches(
         len(layers),
@@ -188,12 +188,13 @@ def _attention_forward(weight_format: str | None, page_size: int) -> Callable[..
     check_page(page_size)
     converted: WeakKeyDictionary[nn.Module, SharedAttentionWeights] = WeakKeyDictionary()
 
+    @takes_cache
     def forward(
         self: Any,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         position_ids: Tensor | None = None,
         prev_topk_indices: Tensor | None = None,
         **options: Any,
@@ -205,8 +206,8 @@ def _attention_forward(weight_format: str | None, page_size: int) -> Callable[..
             convert = shared_attention_weights if self.indexer is None else sparse_attention_weights
             w = converted[self] = convert(self, weight_format)
         layer, cached, valid = None, 0, None
-        if past_key_values is not None:
-            layer = _paged_layer(past_key_values, self, hidden_states, page_size)
+        if cache is not None:
+            layer = _paged_layer(cache, self, hidden_states, page_size)
             cached, valid = layer.tokens, layer.valid
         found = _read_mask(self.layer_idx, attention_mask, requests, tokens, valid, cached)
         cos, sin = (each.expand(requests, -1, -1).contiguous() for each in position_embeddings)
@@ -215,7 +216,7 @@ def _attention_forward(weight_format: str | None, page_size: int) -> Callable[..
             layer = _paged_layer(None, self, x, page_size)
         elif found.documents:
             raise NotSupported(
-                f"{WHERE} serves documents packed in a row without a cache, and `past_key_values` "
+                f"{WHERE} serves documents packed in a row without a cache, and `cache` "
                 "is given. Pass use_cache=False."
             )
         pools = layer.append(tokens)
@@ -336,7 +337,7 @@ def _with_documents(layer: Any) -> Callable[..., Tensor]:
                 mixer.layer_idx,
                 position_ids,
                 (args[0] if args else options["hidden_states"]).shape[0],
-                options.get("past_key_values") is not None,
+                any(isinstance(each, Cache) for each in options.values()),
             )
         out: Tensor = forward(self, *args, **options)
         return out
@@ -404,10 +405,11 @@ def _projected(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.cat([each.flatten(2) for each in (q, k, v)], -1), z, b, a
 
 
+@takes_cache
 def _gated_delta_forward(
     self: Any,
     hidden_states: Tensor,
-    cache_params: Cache | None = None,
+    cache: Cache | None = None,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
@@ -415,7 +417,7 @@ def _gated_delta_forward(
 
     A decode step is one call, and updates the cache's own tensors in place.
     """
-    x, past = _without_padding(hidden_states, attention_mask), _Past(self, cache_params)
+    x, past = _without_padding(hidden_states, attention_mask), _Past(self, cache)
     documents = _documents(past, x, kwargs)
     if self.activation not in ("silu", "swish"):
         raise NotSupported(
@@ -451,23 +453,24 @@ def _gated_delta_forward(
             v.unflatten(-1, (-1, self.head_v_dim)),
             kernels.decay(a, self.A_log, self.dt_bias),
             b.sigmoid(),
-            output_final_state=cache_params is not None,
+            output_final_state=cache is not None,
         )
         out = npu_gated_rms_norm(out, z, self.norm.weight, self.norm.variance_epsilon)
     projected: Tensor = self.out_proj(out.flatten(2))
     return projected
 
 
+@takes_cache
 def _kimi_delta_forward(
     self: Any,
     hidden_states: Tensor,
-    cache_params: Cache | None = None,
+    cache: Cache | None = None,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """`KimiLinearDeltaAttention.forward`: its projections, all between them ours, the gate of the
     decay inside the rule."""
-    x, past = _without_padding(hidden_states, attention_mask), _Past(self, cache_params)
+    x, past = _without_padding(hidden_states, attention_mask), _Past(self, cache)
     documents = _documents(past, x, kwargs)
     heads, forget = (-1, self.head_dim), self.forget_gate
     mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)

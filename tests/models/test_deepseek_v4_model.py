@@ -214,7 +214,7 @@ REFUSED = {
     "weights": (dict(output_attentions=True), "`output_attentions` is True. Leave it out"),
     "another cache": (
         dict(past_key_values=transformers.DynamicCache()),
-        "got DynamicCache with no layers. Leave past_key_values out, or pass DynamicCache",
+        "got DynamicCache with no layers. Leave the cache out, or pass DynamicCache",
     ),
 }
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import custom
+from custom.dispatch import versions
 from custom.integrations.paged import PagedCaches, token_positions
 
 from ..support import eight_bits
@@ -61,13 +62,16 @@ SUPPORTED = {
 REFUSED = {
     "AXK2Attention": ("AXK2Config", {}, 0),
     "DeepseekV4CSACompressor": ("DeepseekV4Config", {}, None),
+    "Dots3NoteTextAttention": ("Dots3NoteTextConfig", {}, 0),
     "Glm5NextTextAttention": ("Glm5NextTextConfig", {}, 3),
     "HYV4Attention": ("HYV4Config", {}, 0),
+    "HYV4VLAttention": ("HYV4VLTextConfig", {}, 0),
     "MiniMaxM3VLAttention": (
         "MiniMaxM3VLTextConfig",
         dict(num_hidden_layers=1, layer_types=["minimax_m3_sparse"]),
         0,
     ),
+    "MistralLarge4TextAttention": ("MistralLarge4TextConfig", {}, 1),
     "Qwen4ExpTextAttention": (
         "Qwen4ExpTextConfig",
         dict(
@@ -80,6 +84,10 @@ REFUSED = {
         3,
     ),
 }
+
+# Transformers 5.17 has none of them
+LATER = {"Dots3NoteTextAttention", "HYV4VLAttention", "MistralLarge4TextAttention"}
+NEWEST = (5, 24)  # that was tried
 
 
 def with_an_indexer() -> dict[str, str]:
@@ -101,7 +109,9 @@ FOUND = with_an_indexer()
 
 
 def test_every_model_with_an_indexer_is_supported_or_refused():
-    assert sorted(FOUND) == sorted([*SUPPORTED, *REFUSED])
+    missing = {*SUPPORTED, *REFUSED} - set(FOUND)
+    assert set(FOUND) <= {*SUPPORTED, *REFUSED}
+    assert missing <= (LATER if versions.release(transformers.__version__) < NEWEST else set())
     assert {each.__name__ for each in dsa.CONVENTIONS} == set(SUPPORTED)
     assert set(dsa.REFUSED) == set(REFUSED)
 
@@ -111,7 +121,7 @@ def test_the_page_of_models_names_them_all():
     assert [name for name in FOUND if f"`{name}`" not in page] == []
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [name for name in REFUSED if name in FOUND])
 def test_refusals_give_the_reason(name):
     config, settings, layer = REFUSED[name]
     module = importlib.import_module(FOUND[name])

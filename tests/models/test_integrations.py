@@ -193,7 +193,7 @@ def square(change):
         (dict(attention_mask=torch.full((1, 1, 9, 9), -0.5).tril()), "adds a bias to scores"),
         (
             square(lambda m: m[4:, :4].fill_(False)) | dict(use_cache=True),
-            "without a cache, and `past_key_values` is given. Pass use_cache=False",
+            "without a cache, and `cache` is given. Pass use_cache=False",
         ),
         (dict(output_attentions=True), "`output_attentions` is True. Leave it out"),
     ],
