@@ -137,8 +137,9 @@ def rotary_key(
     INTERLEAVED: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """(columns, in range, the rotated key of a token)"""
-    d = tl.arange(0, triton.next_power_of_2(D))
+    """(columns, in range, the rotated key of a token); without any one column, out of range"""
+    WIDTH: tl.constexpr = triton.next_power_of_2(D) if D > 0 else 1
+    d = tl.arange(0, WIDTH)
     mask = d < D
     own, partner = rotation_source(d, D, INTERLEAVED)
     u = run_sum(partial + own, stride, mask, RUNS).to(dtype).to(tl.float32)
@@ -162,8 +163,9 @@ def latent_and_key(
     CHAINED: tl.constexpr,
 ):
     """(columns, in range, latent; columns, in range, rotated key) of a token"""
+    WIDTH: tl.constexpr = triton.next_power_of_2(D) if D > 0 else 1
     g = weights_of(gamma, R)
-    d = tl.arange(0, triton.next_power_of_2(D))
+    d = tl.arange(0, WIDTH)
     c, s = angle(cos, sin, d, d < D)
     if CHAINED:
         gdc_wait()
@@ -482,23 +484,24 @@ def _rotate_heads(
     t = (program // BLOCKS).to(tl.int64)
     head = program % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
     present = head < HEADS
-    i = tl.arange(0, triton.next_power_of_2(HALF))
-    mask = present[:, None] & (i < HALF)[None, :]
     q_row = q + t * q_stride + head * HEAD + SKIP
     out_row = out + t * (HEADS * WIDTH) + head * WIDTH
-    if INTERLEAVED:
-        side = tl.arange(0, 2)
-        at = q_row[:, None, None] + (2 * i[:, None] + side[None, :])[None, :, :]
-        u = run_sum(at, run_stride, mask[:, :, None] & (side >= 0)[None, None, :], RUNS)
-        left, right = tl.split(u.to(dtype).to(tl.float32))
-    else:
-        at = q_row[:, None] + i[None, :]
-        left = run_sum(at, run_stride, mask, RUNS).to(dtype).to(tl.float32)
-        right = run_sum(at + HALF, run_stride, mask, RUNS).to(dtype).to(tl.float32)
-    low = rotated(left, right, i[None, :], cos, sin, t * D, mask, D)
-    high = rotated(right, left, i[None, :] + HALF, cos, sin, t * D, mask, D)
-    tl.store(out_row[:, None] + i[None, :], low.to(dtype), mask=mask)
-    tl.store(out_row[:, None] + i[None, :] + HALF, high.to(dtype), mask=mask)
+    if D > 0:
+        i = tl.arange(0, triton.next_power_of_2(HALF))
+        mask = present[:, None] & (i < HALF)[None, :]
+        if INTERLEAVED:
+            side = tl.arange(0, 2)
+            at = q_row[:, None, None] + (2 * i[:, None] + side[None, :])[None, :, :]
+            u = run_sum(at, run_stride, mask[:, :, None] & (side >= 0)[None, None, :], RUNS)
+            left, right = tl.split(u.to(dtype).to(tl.float32))
+        else:
+            at = q_row[:, None] + i[None, :]
+            left = run_sum(at, run_stride, mask, RUNS).to(dtype).to(tl.float32)
+            right = run_sum(at + HALF, run_stride, mask, RUNS).to(dtype).to(tl.float32)
+        low = rotated(left, right, i[None, :], cos, sin, t * D, mask, D)
+        high = rotated(right, left, i[None, :] + HALF, cos, sin, t * D, mask, D)
+        tl.store(out_row[:, None] + i[None, :], low.to(dtype), mask=mask)
+        tl.store(out_row[:, None] + i[None, :] + HALF, high.to(dtype), mask=mask)
     if WIDTH > D:
         j = D + tl.arange(0, triton.next_power_of_2(WIDTH - D))
         mask = present[:, None] & (j < WIDTH)[None, :]
@@ -555,7 +558,7 @@ def _query_stage(
             SWAP,
             CHAINED,
         )
-    else:
+    elif D > 0:
         if CHAINED:
             gdc_wait()
         _rotate_heads(
@@ -815,12 +818,14 @@ def query_stage(
     chained = gpu.has_chained_launch(q.device)
     if hopper_stage.supports(q, w_uk):
         hopper_stage.launch(q, w_uk, query, sin.shape[-1])
-        _rotate(q, sin, cos, query_rope, interleaved, plain, late=True)
+        if query_rope.numel():
+            _rotate(q, sin, cos, query_rope, interleaved, plain, late=True)
         return
     tiling = absorb_tiling(tokens)
     columns = min(tiling.columns, power_of_two(max(rank, 16)))
     absorbers = heads * cdiv(rank, columns) * cdiv(tokens, tiling.tokens)
-    launches.kernel(_query_stage, absorbers + tokens * cdiv(heads, BLOCK_H))(
+    rotators = tokens * cdiv(heads, BLOCK_H) if query_rope.numel() else 0
+    launches.kernel(_query_stage, absorbers + rotators)(
         q,
         w_uk,
         sin,

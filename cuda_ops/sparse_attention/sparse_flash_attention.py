@@ -37,6 +37,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.common import rope as rotary
 from ...dispatch.ops.sparse_attention.sparse_flash_attention import Arguments, Selected
 from ..common import gpu, quantise, rows
 from ..common.combine import Parts, combine, is_chained
@@ -485,7 +486,7 @@ def unsupported(
 
 def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = x["query"], x["key"], x["value"]
-    rope = x["query_rope"], x["key_rope"]
+    rope = rotary.given(x["query_rope"], x["key_rope"])
     value = key if value is None else value
     return attend(
         x, query, key, value, x["sparse_indices"], *rope, None, None, x["return_softmax_lse"]

@@ -36,6 +36,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.common import rope as rotary
 from ...dispatch.ops.sparse_attention.sparse_flash_attention_grad import Arguments
 from ..common import gpu, inverted, rows
 from ..common.selection import selected, slot_of
@@ -489,6 +490,7 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
             each.zero_()
         return d_query, d_key, d_value, d_query_rope, d_key_rope
 
+    query_rope, key_rope = rotary.given(query_rope, key_rope)  # the gradients have their shapes
     rope = 0 if query_rope is None else query_rope.shape[-1]
     q, do, o = (x.reshape(plan.rows, heads, rank) for x in (query, a["d_out"], a["out"]))
     qr = q if query_rope is None else query_rope.reshape(plan.rows, heads, rope)

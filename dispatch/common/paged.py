@@ -36,7 +36,7 @@ def gather(cache: Tensor, slot: Tensor, dtype: torch.dtype) -> Tensor:
 
 def scatter(cache: Tensor, slot: Tensor, rows: Tensor) -> None:
     """Write `rows` [n, D] into `cache` at `slot` [n]; negative or out of range: skipped."""
-    flat = cache.view(-1, cache.shape[-1])
+    flat = cache.flatten(0, -2)
     exists = (slot >= 0) & (slot < flat.shape[0])
     flat[slot[exists].long()] = rows[exists].to(cache.dtype)
 

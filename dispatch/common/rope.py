@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 
+def given(query_rope: Tensor | None, key_rope: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The rotary parts of an attention's queries and keys; of no channel they are as good as
+    absent."""
+    if query_rope is None or not query_rope.shape[-1]:
+        return None, None
+    return query_rope, key_rope
+
+
 def rotate(x: Tensor, sin: Tensor, cos: Tensor, interleaved: bool) -> Tensor:
     """x [..., Dr] in float32 (or float64); `sin` and `cos` [..., Dr] broadcast over it.
 

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...dispatch.common import memory
+from ...dispatch.common import memory, rope
 from ..common import cores, entry, ragged, tiling, tune, tuples, two_passes
 from ..common.front_end import extract_slice, get_element
 from ..common.ragged import PAGED, TND, Layout, visible
@@ -610,7 +610,7 @@ def unsupported(
         return f"contexts of up to {reach} positions, the kernel reaches {ragged.LONGEST}"
     if block_table is not None and key.shape[0] > ragged.LONGEST:
         return f"a cache of {key.shape[0]} pages, the kernel knows {ragged.LONGEST} apart"
-    return ragged.uneven(key=key, key_rope=key_rope)
+    return ragged.uneven(key=key, key_rope=rope.given(query_rope, key_rope)[1])
 
 
 def forward(
@@ -644,20 +644,19 @@ def forward(
         layout_kv,
         sparse_mode,
     )
-    q_rope, k_rope = (query, key) if query_rope is None else (query_rope, key_rope)
-    assert k_rope is not None
+    of_query, of_key = rope.given(query_rope, key_rope)
     out, *statistics = attended(
         query,
-        q_rope,
+        query if of_query is None else of_query,
         key,
-        k_rope,
+        key if of_key is None else of_key,
         key,
         sparse_indices,
         scale_value,
         sparse_block_size,
         sinks,
         plan,
-        ROTARY=0 if query_rope is None else query_rope.shape[-1],
+        ROTARY=0 if of_query is None else of_query.shape[-1],
         TILES=0,
     )
     if not return_softmax_lse:

@@ -25,7 +25,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...dispatch.common import memory
+from ...dispatch.common import memory, rope
 from ..common import cores, ragged, tiling, tune, tuples
 from ..common.ragged import TND, Layout, Strides, keys_of, tokens_of
 from ..indexer.lightning_indexer_grad import spread_over, spread_width
@@ -294,7 +294,7 @@ def unsupported(
         return "`value` is given; the kernel attends to the latent itself"
     if key.shape[-3] > ragged.LONGEST:
         return f"contexts of up to {key.shape[-3]} positions, the kernel reaches {ragged.LONGEST}"
-    return ragged.uneven(key=key, key_rope=key_rope)
+    return ragged.uneven(key=key, key_rope=rope.given(query_rope, key_rope)[1])
 
 
 def _by_position(indices: Tensor, block: int) -> Tensor:
@@ -341,13 +341,12 @@ def backward(
         3 if sparse_mode is None else sparse_mode,
     )
     device, dtype, (heads, latent) = query.device, query.dtype, query.shape[-2:]
-    none = torch.empty([0], dtype=dtype, device=device)
+    of_query, of_key = rope.given(query_rope, key_rope)
     # without the rotary part its arguments are there, but not read
-    q_rope, k_rope = (query, key) if query_rope is None else (query_rope, key_rope)
-    assert k_rope is not None
-    rotary = 0 if query_rope is None else query_rope.shape[-1]
+    q_rope, k_rope = (query if of_query is None else of_query), (key if of_key is None else of_key)
+    rotary = 0 if of_query is None else of_query.shape[-1]
     d_query = memory.empty(query.shape, dtype, device)
-    d_query_rope = memory.empty(q_rope.shape if rotary else [0], dtype, device)
+    d_query_rope = memory.empty([0] if query_rope is None else query_rope.shape, dtype, device)
     # keys behind the lengths belong to no tile
     sums = [
         memory.empty([*key.shape[:-1], size], torch.float32, device).zero_()
@@ -392,13 +391,8 @@ def backward(
         )
         _keys((q, r, g), key, k_rope, indices, delta, lse, sums, plan, strides, shared)
     d_key, d_key_rope = (x.to(dtype) for x in sums)
-    return (
-        d_query,
-        d_key,
-        none,
-        d_query_rope if rotary else none.clone(),
-        d_key_rope if rotary else none.clone(),
-    )
+    none = torch.empty([0], dtype=dtype, device=device)
+    return d_query, d_key, none, d_query_rope, none.clone() if key_rope is None else d_key_rope
 
 
 def _queries(

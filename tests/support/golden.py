@@ -25,6 +25,8 @@ def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> Tensor
 
 def rope(u: Tensor, sin: Tensor, cos: Tensor, interleaved: bool) -> Tensor:
     """One vector, element by element."""
+    if not len(u):
+        return u
     half = len(u) // 2
     v = [*u[0::2], *u[1::2]] if interleaved else list(u)
     turned = [-x for x in v[half:]] + v[:half]

@@ -60,12 +60,23 @@ def random_indices(rows: int, keys: int, count: int, block_size: int) -> Tensor:
 class Problem:
     """Ragged inputs, drawn once; `arguments` packs them, `exact` solves them by request."""
 
-    def __init__(self, rows, keys, count=12, block_size=1, rope=True, own_value=False, sinks=False):
+    def __init__(
+        self,
+        rows,
+        keys,
+        count=12,
+        block_size=1,
+        *,
+        rope=DR,
+        own_value=False,
+        sinks=False,
+    ):
+        """`rope`: channels of the rotary part, or None: it is absent."""
         self.rows, self.keys, self.block_size = rows, keys, block_size
         self.query = [torch.randn(r, N, D).double() for r in rows]
-        self.query_rope = [torch.randn(r, N, DR).double() for r in rows] if rope else None
+        self.query_rope = [torch.randn(r, N, rope).double() for r in rows] if rope is not None else None
         self.key = [torch.randn(k, D).double() for k in keys]
-        self.key_rope = [torch.randn(k, DR).double() for k in keys] if rope else None
+        self.key_rope = [torch.randn(k, rope).double() for k in keys] if rope is not None else None
         self.value = [torch.randn(k, D).double() for k in keys] if own_value else None
         self.sinks = torch.randn(N) if sinks else None
         self.indices = [

@@ -81,10 +81,10 @@ def test_weights_in_any_form(device, backend, form):
 
 
 @pytest.mark.parametrize(
-    "sizes", [dict(Di=16), dict(Ni=32, Di=64, Dr=64), dict(H=144, Rq=16)], ids=str
+    "sizes", [dict(Di=16), dict(Ni=32, Di=64, Dr=64), dict(H=144, Rq=16), dict(Dr=0)], ids=str
 )
 def test_other_sizes(device, backend, sizes):
-    """Among them heads that rotate as a whole."""
+    """Among them heads that rotate as a whole, and not at all."""
     check(device, backend, torch.float16, 2, 3, False, **sizes)
 
 

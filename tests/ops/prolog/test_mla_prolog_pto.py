@@ -87,7 +87,15 @@ def test_weights_in_any_form(device, backend, form):
 
 
 @pytest.mark.parametrize(
-    "sizes", [dict(N=1, Dn=32), dict(N=8, R=64, Dr=32), dict(H=144, Rq=16, Dr=64)], ids=str
+    "sizes",
+    [
+        dict(N=1, Dn=32),
+        dict(N=8, R=64, Dr=32),
+        dict(H=144, Rq=16, Dr=64),
+        dict(N=12, Dr=0),
+        dict(N=20, Dn=32, R=64, Dr=0),
+    ],
+    ids=str,
 )
 def test_other_sizes(device, backend, sizes):
     check(device, backend, torch.float16, 2, 3, True, **sizes)

@@ -45,6 +45,7 @@ CASES = {
     "blocks": dict(span=4, K=6),
     "joined": dict(joined=True, keys="BSND"),
     "own value": dict(own_value=True, query="TND", keys="TND", rows=[2, 4]),
+    "ropes without a channel": dict(D=0, span=4, K=7, keys="BSND"),
     "no keys": dict(lengths=[0, 2]),
     "int64": dict(index=torch.int64, lengths=[70, 33], N=17),
     "odd ranks": dict(R=48, D=8, S=1, keys="BSND"),
@@ -65,6 +66,11 @@ LARGE = {
     "one row, packed": dict(R=512, D=64, N=64, B=1, S=1, query="TND", keys="TND", S2=300, K=100),
     "two rows, blocks": dict(R=512, D=64, N=17, B=2, S=1, span=4, S2=1024, K=200),
     "two rows, no keys": dict(R=512, D=64, N=128, B=2, S=1, lengths=[0, 2], K=90),
+    "pools, one row": dict(R=512, D=0, N=64, B=1, S=1, span=4, P=64, S2=4096, K=513),
+    "pools, many rows": dict(R=512, D=0, N=64, B=32, S=2, span=4, P=64, S2=4096, K=513),
+    "pools, 12 heads": dict(R=512, D=0, N=12, B=8, S=1, span=4, S2=1024, K=100),
+    "pools, 20 heads": dict(R=512, D=0, N=20, B=8, S=1, span=4, S2=1024, K=100),
+    "pools, 96 heads": dict(R=512, D=0, N=96, B=8, S=1, span=4, S2=1024, K=100),
     "rows in turn": dict(R=512, D=64, N=100, B=2, S=80, query="TND", rows=[20, 160], K=90),
 }
 

@@ -36,17 +36,17 @@ PUBLIC = dict(
 class Step:
     """One call: S new tokens of each request, whose earlier keys lie in the caches."""
 
-    def __init__(self, lengths, S, dtype, random_slots=False):
+    def __init__(self, lengths, S, dtype, random_slots=False, Dr=16):
         self.lengths, self.S, self.dtype = lengths, S, dtype
-        self.layer = Layer.draw().to(dtype).to(torch.float64)
+        self.layer = Layer.draw(Dr=Dr).to(dtype).to(torch.float64)
         B = len(lengths)
         self.x, self.sin, self.cos = (
-            torch.randn(B, S, size).to(dtype).double() for size in (80, 16, 16)
+            torch.randn(B, S, size).to(dtype).double() for size in (80, Dr, Dr)
         )
         self.table, self.pages = shuffled_table(lengths)
         self.caches = {
             name: torch.randn(self.pages, PAGE, 1, size).to(dtype).double()
-            for name, size in (("kv_cache", 48), ("kr_cache", 16), ("index_k_cache", 32))
+            for name, size in (("kv_cache", 48), ("kr_cache", Dr), ("index_k_cache", 32))
         }
         if random_slots:  # anywhere, as in public tests: also into other requests' keys
             self.slots = torch.randperm(self.pages * PAGE)[: B * S].view(B, S)
@@ -101,7 +101,8 @@ class Step:
         """[B, S, N, R]: all tokens write before the first reads; `given` [B, S, K] are attended to
         instead of those that score highest."""
         golden, B = Golden(self.layer, precision), len(self.lengths)
-        wide, scale = golden.wide, 32**-0.5 if softmax_scale is None else softmax_scale
+        wide, head = golden.wide, self.layer.w_uk.shape[1] + self.sin.shape[-1]
+        scale = head**-0.5 if softmax_scale is None else softmax_scale
         kv, kr, ki = (cache.to(wide).flatten(0, 2).clone() for cache in self.caches.values())
         prepared = {}
         for b in range(B):
@@ -147,7 +148,7 @@ class Step:
 
 def check_all_selected(device, backend, dtype, lengths, S, **options):
     """With every key selected no near-tie of the scores can tell two right answers apart."""
-    step = Step(lengths, S, dtype, options.pop("random_slots", False))
+    step = Step(lengths, S, dtype, options.pop("random_slots", False), options.pop("Dr", 16))
     arguments = step.arguments(device)
     out = run(OP, backend, **arguments, sparse_count=128, **options)
     assert out.dtype is dtype and out.is_contiguous()
@@ -172,6 +173,12 @@ def test_formulas(device, backend, dtype, lengths, S):
 def test_public_conventions_through_the_keywords(device, backend, dtype):
     skip_unless_taken(dtype, device, backend)
     check_all_selected(device, backend, dtype, (33, 7), 2, random_slots=True, **PUBLIC)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_rotary_part(device, backend, dtype):
+    skip_unless_taken(dtype, device, backend)
+    check_all_selected(device, backend, dtype, (0, 47, 5), 2, Dr=0)
 
 
 @pytest.mark.parametrize("lengths", [(40, 100, 9)], ids=str)

@@ -23,6 +23,7 @@ from ...support.ragged import (
     assert_sums_may_fall,
     ints,
     run,
+    shuffled_table,
 )
 from ...support.selected import RAGGED, N, Problem
 
@@ -87,7 +88,7 @@ def test_sinks_enter_the_denominator_alone(device, backend, dtype, layouts):
 
 
 @pytest.mark.parametrize("layouts", [("BSND", "BSND"), ("BSND", "PA_BSND")], ids="-".join)
-@pytest.mark.parametrize("options", [dict(rope=False), dict(own_value=True)], ids=str)
+@pytest.mark.parametrize("options", [dict(rope=None), dict(rope=0), dict(own_value=True)], ids=str)
 def test_optional_tensors(device, backend, layouts, options):
     problem = Problem(*zip(*RAGGED, strict=True), **options)
     check(problem, backend, device, torch.float16, layouts)
@@ -98,6 +99,59 @@ def test_many_selected_keys(device, backend, dtype):
     """Enough to be split among programs: 700 of 3000 keys, few query tokens."""
     skip_unless_taken(dtype, device, backend)
     check(Problem((2,), (3000,), count=700), backend, device, dtype, ("BSND", "PA_BSND"))
+
+
+@pytest.mark.parametrize(("heads", "pools"), [(64, 512), (12, 7), (20, 7), (96, 7)])
+def test_pools_with_an_open_tail(device, backend, heads, pools):
+    """GLM-5.3-Flash: latents of 512 without a rope, of 4 tokens a pool; the last list entry is the
+    pool that is open, if one is, and -1 stands behind it."""
+    dtype = torch.float32 if backend == "reference" else torch.float16
+    if backend != "reference" and device.type == "cpu":  # interpreted
+        pools = min(pools, 20)
+    lengths, rows, size, page = (pools * 4 + 6, 5), 3, 4, 16
+    table, pages = shuffled_table(lengths)
+    key = torch.full((pages, page, 1, 512), torch.nan)
+    query = torch.randn(2, rows, heads, 512).to(dtype)
+    indices = torch.full((2, rows, 1, pools + 1), -1, dtype=torch.int32)
+    wanted = torch.zeros(2, rows, heads, 512, dtype=torch.float64)
+    lse = torch.zeros(2, rows, heads, dtype=torch.float64)
+    for b, length in enumerate(lengths):
+        latent = torch.randn(length, 512).to(dtype)
+        p = torch.arange(length)
+        key[table[b, p // page].long(), p % page, 0] = latent.float()
+        for j in range(rows):
+            seen = length - rows + j + 1
+            closed = seen // size
+            chosen = torch.randperm(closed)[:pools].sort().values
+            tokens = [w * size + i for w in chosen.tolist() for i in range(size)]
+            tokens += range(closed * size, seen)
+            names = [*chosen.tolist(), *([closed] if seen % size else [])]
+            indices[b, j, 0, : len(names)] = torch.tensor(names)
+            k = latent[tokens].double()
+            z = query[b, j].double() @ k.T / 16
+            wanted[b, j] = z.softmax(-1) @ k
+            lse[b, j] = z.logsumexp(-1)
+    given = dict(
+        query=query.to(device),
+        key=key.to(device, dtype),
+        value=None,
+        sparse_indices=indices.to(device),
+        scale_value=256**-0.5,
+        sparse_block_size=size,
+        layout_kv="PA_BSND",
+        block_table=table.to(device),
+        actual_seq_lengths_kv=ints(lengths, device),
+        return_softmax_lse=True,
+    )
+    out, top, total = run(OP, backend, **given)
+    error = 1e-5 if dtype is torch.float32 else 2e-3
+    torch.testing.assert_close(out.double().cpu(), wanted, rtol=0, atol=error)
+    got = tokens_first(top + total.log()).double().cpu()
+    torch.testing.assert_close(got, lse, rtol=0, atol=error)
+    # ropes of no channel are as good as absent
+    ropes = dict(query_rope=given["query"][..., :0], key_rope=given["key"][..., :0])
+    again = run(OP, backend, **given, **ropes)
+    assert all(torch.equal(x, y) for x, y in zip(again, (out, top, total), strict=True))
 
 
 def test_numbers_by_hand(device, backend):
