@@ -72,6 +72,17 @@ def test_row_major_weights_of_any_size(op, weight_format):
 
 
 @kernels
+@pytest.mark.parametrize("op", OPS)
+def test_no_rotary_part(op):
+    """One token tile of few tokens and, on a GPU, one of many; 96 heads."""
+    check(op, layer(2, 2, rotary=0), DTYPES[0], "nz")
+    if ON_GPU:
+        sizes = dict(h=512, ranks=512, n=96, plain=128, rank=512, rotary=0, index=(32, 128))
+        for tokens in ((3, 1), (70, 1), (300, 1)):
+            check(op, layer(*tokens, **sizes), DTYPES[0], "nz")
+
+
+@kernels
 @pytest.mark.parametrize("op", ["mla_prolog", "indexer_prolog"])
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_both_rotations(op, interleaved):
@@ -98,19 +109,28 @@ def test_options_of_the_layer_arrive():
 
 # h, ranks, plain, index heads
 DEEPSEEK, GLM5 = (7168, 1536, 128, 64), (6144, 2048, 192, 32)
+GLM5_FLASH = (4096, 1536, 256, 32)  # without a rotary part
 
 
 @gpu
 @pytest.mark.parametrize(
     "model, heads",
-    [*((DEEPSEEK, n) for n in (8, 128)), *((GLM5, n) for n in (8, 16, 32, 64))],
-    ids=["DeepSeek, 1/16", "DeepSeek", "GLM-5, 1/8", "GLM-5, 1/4", "GLM-5, 1/2", "GLM-5"],
+    [
+        *((DEEPSEEK, n) for n in (8, 128)),
+        *((GLM5, n) for n in (8, 16, 32, 64)),
+        *((GLM5_FLASH, n) for n in (8, 64)),
+    ],
+    ids=[
+        *("DeepSeek, 1/16", "DeepSeek", "GLM-5, 1/8", "GLM-5, 1/4", "GLM-5, 1/2", "GLM-5"),
+        *("GLM-5.3-Flash, 1/8", "GLM-5.3-Flash"),
+    ],
 )
 @pytest.mark.parametrize("tokens", [(2, 2), (20, 1), (33, 1), (100, 1), (75, 2), (1, 300)], ids=str)
 def test_sizes_of_the_models_and_their_shards(tokens, model, heads):
     h, ranks, plain, index = model
-    sizes = dict(h=h, ranks=ranks, n=heads, plain=plain, rank=512, rotary=64, index=(index, 128))
-    given = layer(*tokens, **sizes)
+    rotary = 0 if model is GLM5_FLASH else 64
+    sizes = dict(h=h, ranks=ranks, n=heads, plain=plain, rank=512, rotary=rotary)
+    given = layer(*tokens, **sizes, index=(index, 128))
     for op in OPS:
         check(op, given, torch.bfloat16, "nz")
 
@@ -146,7 +166,9 @@ def test_tilings_fit_a_multiprocessor(tokens, sizes, depth, num_sms):
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
 @pytest.mark.parametrize("tokens", [2, 200, 300])
 @pytest.mark.parametrize(
-    "model, heads", [(DEEPSEEK, 128), (GLM5, 64), (GLM5, 8)], ids=["DeepSeek", "GLM-5", "its shard"]
+    "model, heads",
+    [(DEEPSEEK, 128), (GLM5, 64), (GLM5, 8), (GLM5_FLASH, 64)],
+    ids=["DeepSeek", "GLM-5", "its shard", "GLM-5.3-Flash"],
 )
 def test_kernels_for_hopper_compile(tokens, model, heads, monkeypatch):
     """The second half of both prologs, at sizes of the models."""
@@ -163,8 +185,9 @@ def test_kernels_for_hopper_compile(tokens, model, heads, monkeypatch):
         return torch.empty(shape, dtype=torch.bfloat16)
 
     _h, ranks, plain, index = model
-    c, sin, cos = empty(tokens, ranks), empty(tokens, 64), empty(tokens, 64)
-    uq_qr = empty(heads * (plain + 64) // 16, ranks // 16, 16, 16)
+    rotary = 0 if model is GLM5_FLASH else 64
+    c, sin, cos = empty(tokens, ranks), empty(tokens, rotary), empty(tokens, rotary)
+    uq_qr = empty(heads * (plain + rotary) // 16, ranks // 16, 16, 16)
     qb = empty(index * 128 // 16, ranks // 16, 16, 16)
     stages.index_heads(c, qb, "nz", 128, sin, cos, (tokens, 1), False)
     stages.query_heads(c, uq_qr, "nz", empty(heads, plain, 512), sin, cos, (tokens, 1), True)
@@ -173,7 +196,7 @@ def test_kernels_for_hopper_compile(tokens, model, heads, monkeypatch):
         if tokens <= 256
         else ["_product", "_product", "_absorb", "_rotation"]
     )
-    if model is GLM5:  # a head is no whole number of columns, and there are few index heads
+    if model is not DEEPSEEK:  # a head is no whole number of columns, and there are few index heads
         wanted = ["_product", "_rotation", "_product", "_query_stage"]
     assert [kernel.name for kernel in compiled] == wanted
     assert all(kernel.metadata.shared <= 227 * 1024 for kernel in compiled)

@@ -90,10 +90,13 @@ def compare(names, got, plain, exact) -> None:
         assert_close_to_float64(name, *each)
 
 
-@pytest.mark.parametrize("form", FORMS)
+SHAPES = [(form, SIZES["Dr"]) for form in FORMS] + [("row-major", 0)]
+
+
+@pytest.mark.parametrize(("form", "rotary"), SHAPES)
 @pytest.mark.parametrize("mode", [1, 2, 4])
-def test_mla(device, backend, mode, form):
-    call = Call(device, mode, form)
+def test_mla(device, backend, mode, form, rotary):
+    call = Call(device, mode, form, Dr=rotary)
     smooth = None if mode == 4 else 0.5 + torch.rand(1, SIZES["Rq"])
     given = call.mla(smooth_scales_cq=None if smooth is None else smooth.to(device))
     outs = run(MLA, backend, **given)
@@ -116,10 +119,10 @@ def test_mla(device, backend, mode, form):
     compare(names, got, plain, exact)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "rotary"), SHAPES)
 @pytest.mark.parametrize("mode", [1, 2, 4])
-def test_indexer(device, backend, mode, form):
-    call = Call(device, mode, form)
+def test_indexer(device, backend, mode, form, rotary):
+    call = Call(device, mode, form, Dr=rotary)
     given = call.indexer()
     outs = run(INDEXER, backend, **given)
     inputs = call.x, call.norm, call.sin, call.cos
@@ -322,10 +325,10 @@ V3 = "npu_mla_prolog_v3"
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("flag", [False, True])
-@pytest.mark.parametrize("mode", [0, 1, 2, 4])
-def test_under_torch_npu_s_words(device, backend, mode, flag, packed):
+@pytest.mark.parametrize(("mode", "rotary"), [(0, 0), (0, 64), (1, 0), (1, 64), (2, 64), (4, 64)])
+def test_under_torch_npu_s_words(device, backend, mode, rotary, flag, packed):
     """The same numbers, and the query norm as its product takes it."""
-    call = Call(device, mode)
+    call = Call(device, mode, Dr=rotary)
     rows = call.rows("int8") if mode == 2 else {}
     eps = dict(rmsnorm_epsilon_cq=1e-5, rmsnorm_epsilon_ckv=1e-5)
     given = call.mla(**rows, **eps)
@@ -537,11 +540,13 @@ def int8_of(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.round(x.float() * (127 / amax)).nan_to_num(0).to(torch.int8), amax / 127
 
 
-@pytest.mark.parametrize("of_scales", [(B * S, 1), (B * S,)], ids=str)
+@pytest.mark.parametrize(
+    ("of_scales", "rotary"), [((B * S, 1), 64), ((B * S,), 64), ((B * S,), 0)], ids=str
+)
 @pytest.mark.parametrize("matrices", [False, True])
-def test_the_int8_prolog_as_its_sample_has_it(device, backend, matrices, of_scales):
+def test_the_int8_prolog_as_its_sample_has_it(device, backend, matrices, of_scales, rotary):
     """Values within one of the sample's, which multiplies by 127 / amax; the sums are exact."""
-    call = Call(device, 1)
+    call = Call(device, 1, Dr=rotary)
     tokens, heads = B * S, 16
     given = call.indexer()
     values, scale = eight_bits.activations(call.norm.flatten(0, 1), "int8")
@@ -607,7 +612,7 @@ def test_errors_of_the_int8_prolog(change, error, message):
 def test_under_the_interpreter():
     """The kernels on CPU tensors, on a machine without a GPU."""
     chosen = (
-        "test_mla or test_indexer or words and (2-True or 4-True) or 1-int8-fp32 or 4-fp8-False"
+        "test_mla or test_indexer or words and (1-0-True or 2-64-True or 4-64-True) or 1-int8-fp32 or 4-fp8-False"
     )
     chosen += " or 0-int8--nope_rope or 2-fp8-ue8m0-nope_scale or zeros"
     interpreted.passes(f"({chosen}) and not bfloat16", __file__)
