@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 
-def given(query_rope: Tensor | None, key_rope: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def given(
+    query_rope: Tensor | None, key_rope: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
     """The rotary parts of an attention's queries and keys; of no channel they are as good as
     absent."""
     if query_rope is None or not query_rope.shape[-1]:

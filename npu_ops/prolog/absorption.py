@@ -75,41 +75,42 @@ def absorb(
         COLUMNS,
         DEPTH,
     )
-    first = rotated(
-        x + depth,
-        sin,
-        cos,
-        out_rope,
-        0,
-        rows,
-        heads,
-        x_row,
-        x_head,
-        heads * ROTARY,
-        ROTARY,
-        ROTARY,
-        INTERLEAVED,
-        WHOLE,
-        HEAD_TILE,
-    )
-    if index is not None:
-        rotated(
-            index,
+    if ROTARY > 0:
+        first = rotated(
+            x + depth,
             sin,
             cos,
-            index,
-            first,
+            out_rope,
+            0,
             rows,
-            index_heads,
-            index_row,
-            index_head,
-            index_row,
-            index_head,
+            heads,
+            x_row,
+            x_head,
+            heads * ROTARY,
             ROTARY,
-            INDEX_INTERLEAVED,
+            ROTARY,
+            INTERLEAVED,
             WHOLE,
             HEAD_TILE,
         )
+        if index is not None:
+            rotated(
+                index,
+                sin,
+                cos,
+                index,
+                first,
+                rows,
+                index_heads,
+                index_row,
+                index_head,
+                index_row,
+                index_head,
+                ROTARY,
+                INDEX_INTERLEAVED,
+                WHOLE,
+                HEAD_TILE,
+            )
 
 
 @dataclass

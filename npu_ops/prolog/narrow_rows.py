@@ -127,7 +127,6 @@ def _latent_rows(
     """x [rows, LATENT + ROTARY]: the norm of the first, the rotation of the second, each to its
     token's slot."""
     d = tl.arange(0, LATENT)
-    h = tl.arange(0, ROTARY // 2)
     t = tl.arange(0, TILES)
     g = tl.load(gamma + d).to(tl.float32)
     fits = 1.0
@@ -161,14 +160,19 @@ def _latent_rows(
         else:
             of_latent = tl.where(there, LATENT, 0)
             tl.store(to + d, normed, mask=d < of_latent)
-        left, right = _numbers_pair(at + LATENT, parts, part, by_row, of_rope, ROTARY, INTERLEAVED)
-        left = left.to(DTYPE).to(tl.float32)
-        right = right.to(DTYPE).to(tl.float32)
-        angle = row.to(tl.int64) * ROTARY
-        s0, s1, c0, c1 = _angles(sin + angle, cos + angle, ROTARY)
-        to = rotary + outer * rotary_page + inner * ROTARY_ROW + h
-        tl.store(to, (left * c0 - right * s0).to(DTYPE), mask=h < of_rotary)
-        tl.store(to + ROTARY // 2, (right * c1 + left * s1).to(DTYPE), mask=h < of_rotary)
+        if ROTARY > 0:
+            h = tl.arange(0, ROTARY // 2)
+            from_rope = at + LATENT
+            left, right = _numbers_pair(
+                from_rope, parts, part, by_row, of_rope, ROTARY, INTERLEAVED
+            )
+            left = left.to(DTYPE).to(tl.float32)
+            right = right.to(DTYPE).to(tl.float32)
+            angle = row.to(tl.int64) * ROTARY
+            s0, s1, c0, c1 = _angles(sin + angle, cos + angle, ROTARY)
+            to = rotary + outer * rotary_page + inner * ROTARY_ROW + h
+            tl.store(to, (left * c0 - right * s0).to(DTYPE), mask=h < of_rotary)
+            tl.store(to + ROTARY // 2, (right * c1 + left * s1).to(DTYPE), mask=h < of_rotary)
 
 
 class Parts(NamedTuple):
@@ -304,12 +308,13 @@ def index_keys(
     y [y_parts, rows, HEADS] are the head weights.  The dims are taken in three parts: both of the
     pairs, and those that do not turn."""
     REST: tl.constexpr = SIZE - ROTARY
-    h = tl.arange(0, ROTARY // 2)
     one = tl.arange(0, 1)
     w = tl.arange(0, HEADS)
     dtype = gamma.dtype.element_ty
-    g0, g1 = _pair(gamma, ROTARY, INTERLEAVED)
-    b0, b1 = _pair(beta, ROTARY, INTERLEAVED)
+    if ROTARY > 0:
+        h = tl.arange(0, ROTARY // 2)
+        g0, g1 = _pair(gamma, ROTARY, INTERLEAVED)
+        b0, b1 = _pair(beta, ROTARY, INTERLEAVED)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         slot = tl.load(index + row)
         there = (slot >= 0) & (slot < slots)
@@ -327,52 +332,61 @@ def index_keys(
             of_rest_column = by_column
         of_heads = _number(y + row.to(tl.int64) * y_row, w, y_parts, y_part, 1.0, None)
         tl.store(weights + row.to(tl.int64) * HEADS + w, of_heads.to(dtype))
-        left, right = _numbers_pair(at, parts, part, by_row, by_column, ROTARY, INTERLEAVED)
-        total = tl.sum(left, 0) + tl.sum(right, 0)
+        total = 0.0
+        if ROTARY > 0:
+            left, right = _numbers_pair(at, parts, part, by_row, by_column, ROTARY, INTERLEAVED)
+            total = tl.sum(left, 0) + tl.sum(right, 0)
         if REST > 0:
             r = tl.arange(0, REST)
             rest = _number(at + ROTARY, r, parts, part, by_row, of_rest_column)
             total += tl.sum(rest, 0)
         mean = total / SIZE
-        left -= mean
-        right -= mean
-        squares = tl.sum(left * left, 0) + tl.sum(right * right, 0)
+        squares = 0.0
+        if ROTARY > 0:
+            left -= mean
+            right -= mean
+            squares = tl.sum(left * left, 0) + tl.sum(right * right, 0)
         if REST > 0:
             rest -= mean
             squares += tl.sum(rest * rest, 0)
         scale = 1.0 / tl.sqrt(squares / SIZE + epsilon)
-        left = left * scale * g0.to(tl.float32) + b0.to(tl.float32)
-        right = right * scale * g1.to(tl.float32) + b1.to(tl.float32)
-        left = left.to(dtype).to(tl.float32)
-        right = right.to(dtype).to(tl.float32)
-        angle = row.to(tl.int64) * ROTARY
-        s0, s1, c0, c1 = _angles(sin + angle, cos + angle, ROTARY)
-        first = (left * c0 - right * s0).to(dtype)
-        second = (right * c1 + left * s1).to(dtype)
+        if ROTARY > 0:
+            left = left * scale * g0.to(tl.float32) + b0.to(tl.float32)
+            right = right * scale * g1.to(tl.float32) + b1.to(tl.float32)
+            left = left.to(dtype).to(tl.float32)
+            right = right.to(dtype).to(tl.float32)
+            angle = row.to(tl.int64) * ROTARY
+            s0, s1, c0, c1 = _angles(sin + angle, cos + angle, ROTARY)
+            first = (left * c0 - right * s0).to(dtype)
+            second = (right * c1 + left * s1).to(dtype)
         if REST > 0:
             g = tl.load(gamma + ROTARY + r).to(tl.float32)
             b = tl.load(beta + ROTARY + r).to(tl.float32)
             others = (rest * scale * g + b).to(dtype)
         to = keys + outer * key_page + inner * SIZE
         if scales is not None:
-            first = first.to(tl.float32)
-            second = second.to(tl.float32)
-            amax = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
+            amax = 0.0
+            if ROTARY > 0:
+                first = first.to(tl.float32)
+                second = second.to(tl.float32)
+                amax = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
             if REST > 0:
                 others = others.to(tl.float32)
                 amax = tl.maximum(amax, tl.max(tl.abs(others), 0))
             by = amax / 127.0
             divisor = quantise.divisor(by)
-            first = quantise.rounded(first / divisor)
-            second = quantise.rounded(second / divisor)
+            if ROTARY > 0:
+                first = quantise.rounded(first / divisor)
+                second = quantise.rounded(second / divisor)
             if REST > 0:
                 others = quantise.rounded(others / divisor)
             by = tl.zeros((1,), tl.float32) + by
             by = quantise.stored(by, scales.dtype.element_ty)
             of_scale = scales + outer * scale_page + inner + one
             tl.store(of_scale, by, mask=one < tl.where(there, 1, 0))
-        tl.store(to + h, first, mask=h < of_rotary)
-        tl.store(to + ROTARY // 2 + h, second, mask=h < of_rotary)
+        if ROTARY > 0:
+            tl.store(to + h, first, mask=h < of_rotary)
+            tl.store(to + ROTARY // 2 + h, second, mask=h < of_rotary)
         if REST > 0:
             tl.store(to + ROTARY + r, others, mask=r < of_rest)
 
@@ -444,7 +458,6 @@ def query_heads(
     """x [rows, heads, PLAIN + ROTARY] int32: what the first stand for, and the others, turned."""
     HEAD: tl.constexpr = PLAIN + ROTARY
     d = tl.arange(0, PLAIN)[None]
-    h = tl.arange(0, ROTARY // 2)[None]
     tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
     dtype = plain.dtype.element_ty
     for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
@@ -454,30 +467,34 @@ def query_heads(
         of_row = x + row * x_row
         by_row = tl.load(by_rows + row)
         of_plain = _head_tile(of_row, by_row, by_column, head * HEAD + d, there, dtype, WHOLE)
-        first, second = _turned_tile(
-            of_row,
-            by_row,
-            by_column,
-            head * HEAD + PLAIN,
-            there,
-            sin + row * ROTARY,
-            cos + row * ROTARY,
-            dtype,
-            HEAD_TILE,
-            ROTARY,
-            INTERLEAVED,
-            WHOLE,
-        )
         to = plain + row * heads * PLAIN + head * PLAIN + d
-        to_turned = turned + row * heads * ROTARY + head * ROTARY + h
         if WHOLE:
             tl.store(to, of_plain)
-            tl.store(to_turned, first)
-            tl.store(to_turned + ROTARY // 2, second)
         else:
             tl.store(to, of_plain, mask=there)
-            tl.store(to_turned, first, mask=there)
-            tl.store(to_turned + ROTARY // 2, second, mask=there)
+        if ROTARY > 0:
+            first, second = _turned_tile(
+                of_row,
+                by_row,
+                by_column,
+                head * HEAD + PLAIN,
+                there,
+                sin + row * ROTARY,
+                cos + row * ROTARY,
+                dtype,
+                HEAD_TILE,
+                ROTARY,
+                INTERLEAVED,
+                WHOLE,
+            )
+            h = tl.arange(0, ROTARY // 2)[None]
+            to_turned = turned + row * heads * ROTARY + head * ROTARY + h
+            if WHOLE:
+                tl.store(to_turned, first)
+                tl.store(to_turned + ROTARY // 2, second)
+            else:
+                tl.store(to_turned, first, mask=there)
+                tl.store(to_turned + ROTARY // 2, second, mask=there)
 
 
 @entry.jit(do_not_specialize=["rows", "heads", "x_row"])
@@ -502,7 +519,6 @@ def index_heads(
     """x [rows, heads, SIZE], int32 or rounded already: the first ROTARY dims turned; where scales
     go into the weights, of int8."""
     REST: tl.constexpr = SIZE - ROTARY
-    h = tl.arange(0, ROTARY // 2)[None]
     tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
     dtype = weights.dtype.element_ty
     for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
@@ -514,49 +530,56 @@ def index_heads(
         by_row = 1.0
         if by_column is not None:
             by_row = tl.load(by_rows + row)
-        first, second = _turned_tile(
-            of_row,
-            by_row,
-            by_column,
-            head * SIZE,
-            there,
-            sin + row * ROTARY,
-            cos + row * ROTARY,
-            dtype,
-            HEAD_TILE,
-            ROTARY,
-            INTERLEAVED,
-            WHOLE,
-        )
+        if ROTARY > 0:
+            h = tl.arange(0, ROTARY // 2)[None]
+            first, second = _turned_tile(
+                of_row,
+                by_row,
+                by_column,
+                head * SIZE,
+                there,
+                sin + row * ROTARY,
+                cos + row * ROTARY,
+                dtype,
+                HEAD_TILE,
+                ROTARY,
+                INTERLEAVED,
+                WHOLE,
+            )
         if REST > 0:
             r = tl.arange(0, REST)[None]
             at = head * SIZE + ROTARY + r
             rest = _head_tile(of_row, by_row, by_column, at, there, dtype, WHOLE)
         to = out + row * heads * SIZE + head * SIZE
         if folded is not None:
-            first = first.to(tl.float32)
-            second = second.to(tl.float32)
-            amax = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+            amax = 0.0
+            if ROTARY > 0:
+                first = first.to(tl.float32)
+                second = second.to(tl.float32)
+                amax = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
             if REST > 0:
                 rest = rest.to(tl.float32)
                 amax = tl.maximum(amax, tl.max(tl.abs(rest), 1))
             by = amax / 127.0
             divisor = quantise.divisor(by)[:, None]
-            first = quantise.rounded(first / divisor)
-            second = quantise.rounded(second / divisor)
+            if ROTARY > 0:
+                first = quantise.rounded(first / divisor)
+                second = quantise.rounded(second / divisor)
             if REST > 0:
                 rest = quantise.rounded(rest / divisor)
             w = tl.load(weights + row * heads + n, mask=n < heads, other=0.0).to(tl.float32)
             tl.store(folded + row * heads + n, w * by, mask=n < heads)
-        if WHOLE:
-            tl.store(to + h, first)
-            tl.store(to + ROTARY // 2 + h, second)
-            if REST > 0:
+        if ROTARY > 0:
+            if WHOLE:
+                tl.store(to + h, first)
+                tl.store(to + ROTARY // 2 + h, second)
+            else:
+                tl.store(to + h, first, mask=there)
+                tl.store(to + ROTARY // 2 + h, second, mask=there)
+        if REST > 0:
+            if WHOLE:
                 tl.store(to + ROTARY + r, rest)
-        else:
-            tl.store(to + h, first, mask=there)
-            tl.store(to + ROTARY // 2 + h, second, mask=there)
-            if REST > 0:
+            else:
                 tl.store(to + ROTARY + r, rest, mask=there)
 
 

@@ -115,7 +115,6 @@ def _latent_rows(
     """x [rows, LATENT + ROTARY]: the norm of the first, the rotation of the second, each to its
     token's slot."""
     d = tl.arange(0, LATENT)
-    h = tl.arange(0, ROTARY // 2)
     dtype = latent_cache.dtype.element_ty
     g = tl.load(gamma + d).to(tl.float32)
     for row in range(turn(first), rows, tl.num_programs(0)):
@@ -128,14 +127,16 @@ def _latent_rows(
         v = _summed(at, d, parts, part).to(dtype).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(v * v, 0) / LATENT + epsilon)
         tl.store(latent_cache + slot * LATENT + d, (v * scale * g).to(dtype), mask=d < of_latent)
-        left, right = _summed_pair(at + LATENT, parts, part, ROTARY, INTERLEAVED)
-        left = left.to(dtype).to(tl.float32)
-        right = right.to(dtype).to(tl.float32)
-        angle = row.to(tl.int64) * ROTARY
-        s0, s1, c0, c1 = _angles(sin + angle, cos + angle, ROTARY)
-        to = rotary_cache + slot * ROTARY + h
-        tl.store(to, (left * c0 - right * s0).to(dtype), mask=h < of_rotary)
-        tl.store(to + ROTARY // 2, (right * c1 + left * s1).to(dtype), mask=h < of_rotary)
+        if ROTARY > 0:
+            h = tl.arange(0, ROTARY // 2)
+            left, right = _summed_pair(at + LATENT, parts, part, ROTARY, INTERLEAVED)
+            left = left.to(dtype).to(tl.float32)
+            right = right.to(dtype).to(tl.float32)
+            angle = row.to(tl.int64) * ROTARY
+            s0, s1, c0, c1 = _angles(sin + angle, cos + angle, ROTARY)
+            to = rotary_cache + slot * ROTARY + h
+            tl.store(to, (left * c0 - right * s0).to(dtype), mask=h < of_rotary)
+            tl.store(to + ROTARY // 2, (right * c1 + left * s1).to(dtype), mask=h < of_rotary)
 
 
 @triton.jit
@@ -164,11 +165,12 @@ def _index_rows(
     token's slot; the others are the head weights.  The dims are taken in three parts: both of the
     pairs, and those that do not turn."""
     REST: tl.constexpr = SIZE - ROTARY
-    h = tl.arange(0, ROTARY // 2)
     w = tl.arange(0, HEADS)
     dtype = cache.dtype.element_ty
-    g0, g1 = _pair(gamma, ROTARY, INTERLEAVED)
-    b0, b1 = _pair(beta, ROTARY, INTERLEAVED)
+    if ROTARY > 0:
+        h = tl.arange(0, ROTARY // 2)
+        g0, g1 = _pair(gamma, ROTARY, INTERLEAVED)
+        b0, b1 = _pair(beta, ROTARY, INTERLEAVED)
     for row in range(turn(first), rows, tl.num_programs(0)):
         slot = tl.load(index + row)
         there = (slot >= 0) & (slot < slots)
@@ -178,29 +180,34 @@ def _index_rows(
         at = x + row.to(tl.int64) * x_row
         of_heads = _summed(at + SIZE, w, parts, part)
         tl.store(weights + row.to(tl.int64) * HEADS + w, of_heads.to(dtype))
-        left, right = _summed_pair(at, parts, part, ROTARY, INTERLEAVED)
-        total = tl.sum(left, 0) + tl.sum(right, 0)
+        total = 0.0
+        if ROTARY > 0:
+            left, right = _summed_pair(at, parts, part, ROTARY, INTERLEAVED)
+            total = tl.sum(left, 0) + tl.sum(right, 0)
         if REST > 0:
             r = tl.arange(0, REST)
             rest = _summed(at + ROTARY, r, parts, part)
             total += tl.sum(rest, 0)
         mean = total / SIZE
-        left -= mean
-        right -= mean
-        squares = tl.sum(left * left, 0) + tl.sum(right * right, 0)
+        squares = 0.0
+        if ROTARY > 0:
+            left -= mean
+            right -= mean
+            squares = tl.sum(left * left, 0) + tl.sum(right * right, 0)
         if REST > 0:
             rest -= mean
             squares += tl.sum(rest * rest, 0)
         scale = 1.0 / tl.sqrt(squares / SIZE + epsilon)
-        left = left * scale * g0.to(tl.float32) + b0.to(tl.float32)
-        right = right * scale * g1.to(tl.float32) + b1.to(tl.float32)
-        left = left.to(dtype).to(tl.float32)
-        right = right.to(dtype).to(tl.float32)
-        angle = row.to(tl.int64) * ROTARY
-        s0, s1, c0, c1 = _angles(sin + angle, cos + angle, ROTARY)
         to = cache + slot * SIZE
-        tl.store(to + h, (left * c0 - right * s0).to(dtype), mask=h < of_rotary)
-        tl.store(to + ROTARY // 2 + h, (right * c1 + left * s1).to(dtype), mask=h < of_rotary)
+        if ROTARY > 0:
+            left = left * scale * g0.to(tl.float32) + b0.to(tl.float32)
+            right = right * scale * g1.to(tl.float32) + b1.to(tl.float32)
+            left = left.to(dtype).to(tl.float32)
+            right = right.to(dtype).to(tl.float32)
+            angle = row.to(tl.int64) * ROTARY
+            s0, s1, c0, c1 = _angles(sin + angle, cos + angle, ROTARY)
+            tl.store(to + h, (left * c0 - right * s0).to(dtype), mask=h < of_rotary)
+            tl.store(to + ROTARY // 2 + h, (right * c1 + left * s1).to(dtype), mask=h < of_rotary)
         if REST > 0:
             g = tl.load(gamma + ROTARY + r).to(tl.float32)
             b = tl.load(beta + ROTARY + r).to(tl.float32)
@@ -499,6 +506,8 @@ def norms(
 
 def rotate(x: Tensor, sin: Tensor, cos: Tensor, interleaved: bool) -> None:
     """Turns the first Dr dims of the heads of x [M, N, ..] in place."""
+    if not sin.shape[-1]:
+        return
     rows, heads = x.shape[:2]
     config = tune.at_least("rows.rotate_heads", "HEAD_TILE", heads, sin.shape[-1])
     tile = config.tiles["HEAD_TILE"]

@@ -74,9 +74,11 @@ class Problem:
         """`rope`: channels of the rotary part, or None: it is absent."""
         self.rows, self.keys, self.block_size = rows, keys, block_size
         self.query = [torch.randn(r, N, D).double() for r in rows]
-        self.query_rope = [torch.randn(r, N, rope).double() for r in rows] if rope is not None else None
+        self.query_rope = self.key_rope = None
         self.key = [torch.randn(k, D).double() for k in keys]
-        self.key_rope = [torch.randn(k, rope).double() for k in keys] if rope is not None else None
+        if rope is not None:
+            self.query_rope = [torch.randn(r, N, rope).double() for r in rows]
+            self.key_rope = [torch.randn(k, rope).double() for k in keys]
         self.value = [torch.randn(k, D).double() for k in keys] if own_value else None
         self.sinks = torch.randn(N) if sinks else None
         self.indices = [

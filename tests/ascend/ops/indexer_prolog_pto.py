@@ -67,10 +67,11 @@ CASES = (
         "5 heads, nn.Linear's",
         prolog(3, 1, 5, hidden=208, rank=112, size=32, rotary=16, form="linear"),
     ),
+    case("no rotary part, 5 heads", prolog(3, 1, 5, rotary=0, form="nd", **SMALL)),
     case("tiny rows", prolog(3, 1, 16, scale=1e-3, hidden=208, rank=112)),
 )
 CONTROLS = (
-    Control("mean not taken off", "rows", "        right -= mean\n", "", "32 heads, NZ bytes"),
+    Control("mean not taken off", "rows", "            right -= mean\n", "", "32 heads, NZ bytes"),
     Control(
         "half of the sum",
         "rows",

@@ -116,6 +116,12 @@ CASES = (
         "loud latents behind queries, in parts",
         with_(prolog(3, 1, 2, rank=32, latent=32, plain=16, rotary=16), weight_dkv_kr=loud),
     ),
+    case(
+        "GLM-5.3-Flash, 64 heads, no rotary part, 4 tokens",
+        prolog(4, 1, 64, hidden=4096, plain=256, rotary=0),
+        cores=(24,),
+    ),
+    case("no rotary part, 12 heads, 18 tokens", prolog(9, 2, 12, rotary=0, **UNEVEN)),
     case("wide rows", prolog(3, 2, 8, hidden=512, rank=2560, latent=640)),
     case("the widest rows", prolog(3, 1, 1, hidden=256, rank=4096, latent=4096)),
     case("NZ bytes under the ND shape", prolog(4, 2, 8, form="flat", **SMALL)),
