@@ -750,7 +750,9 @@ def of_index_heads(
     times the scales."""
     rows, heads, size = out.shape
     rotary = rotation.sin.shape[-1]
-    config = tune.at_least("narrow_rows.index_heads", "HEAD_TILE", heads, size, rotary)
+    # heads that do not turn are one piece, which takes more room
+    wanted = heads if rotary else 1
+    config = tune.at_least("narrow_rows.index_heads", "HEAD_TILE", wanted, size, rotary)
     tile = config.tiles["HEAD_TILE"]
     index_heads[(min(rows * -(-heads // tile), cores.vector()),)](
         x.parts,

@@ -73,6 +73,13 @@ CASES = (
 CONTROLS = (
     Control("mean not taken off", "rows", "            right -= mean\n", "", "32 heads, NZ bytes"),
     Control(
+        "another mean without a rotary part",
+        "rows",
+        "total = 0.0",
+        "total = 9.0",
+        "no rotary part, 5 heads",
+    ),
+    Control(
         "half of the sum",
         "rows",
         "total = tl.sum(left, 0) + tl.sum(right, 0)",

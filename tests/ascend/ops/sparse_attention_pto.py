@@ -27,6 +27,7 @@ def layer(
     latent: int = LATENT,
     index_heads: int = 64,
     index_size: int = 128,
+    rotary: int = ROTARY,
     tied: bool = False,
     **options: Any,
 ) -> Callable[[Inputs], Arguments]:
@@ -44,7 +45,7 @@ def layer(
                 p = n - s1 + j
                 if p >= 0:
                     slot[i, j] = table[i, p // PAGE] * PAGE + p % PAGE
-        caches = [inputs.normal(total, PAGE, 1, size) for size in (latent, ROTARY, index_size)]
+        caches = [inputs.normal(total, PAGE, 1, size) for size in (latent, rotary, index_size)]
         for cache in caches:
             inputs.forbid(cache, order)
         proj = weight(inputs, hidden, index_heads)
@@ -54,13 +55,13 @@ def layer(
             dict(
                 x=inputs.normal(batch, s1, hidden),
                 w_dq=weight(inputs, hidden, rank),
-                w_uq_qr=weight(inputs, rank, heads * (PLAIN + ROTARY)),
+                w_uq_qr=weight(inputs, rank, heads * (PLAIN + rotary)),
                 w_uk=inputs.normal(heads, PLAIN, latent, scale=PLAIN**-0.5),
-                w_dkv_kr=weight(inputs, hidden, latent + ROTARY),
+                w_dkv_kr=weight(inputs, hidden, latent + rotary),
                 gamma_cq=inputs.normal(rank),
                 gamma_ckv=inputs.normal(latent),
-                sin=inputs.normal(batch, s1, ROTARY, scale=0.5),
-                cos=inputs.normal(batch, s1, ROTARY, scale=0.5),
+                sin=inputs.normal(batch, s1, rotary, scale=0.5),
+                cos=inputs.normal(batch, s1, rotary, scale=0.5),
                 cache_index=inputs.ints(slot),
                 kv_cache=caches[0],
                 kr_cache=caches[1],
@@ -111,6 +112,7 @@ CASES = (
         "a latent of 64, uneven depth",
         layer([140, 60], 1, 8, 64, hidden=208, latent=64, tied=True),
     ),
+    case("no rotary part, 12 heads", layer([140, 60], 2, 12, 256, rotary=0)),
     case("fp16", layer([140, 260], 1, 32, 256), dtype=torch.float16),
 )
 

@@ -174,8 +174,39 @@ def opposed(arguments: Arguments) -> torch.Tensor:
     return arguments["query"].abs_().neg_()
 
 
+def pools_and_tails(arguments: Arguments) -> torch.Tensor:
+    """Blocks that are whole to a token in any order, the one that is open to it, then -1."""
+    indices, block = arguments["sparse_indices"], arguments["sparse_block_size"]
+    batch, s1, _, count = indices.shape
+    for i in range(batch):
+        for j in range(s1):
+            seen = max(int(arguments["actual_seq_lengths_kv"][i]) - s1 + j + 1, 0)
+            whole = torch.arange(seen // block).flip(0)[: count - 1]
+            named = torch.cat([whole, torch.arange(seen // block, -(-seen // block))])
+            indices[i, j] = torch.nn.functional.pad(named, (0, count - len(named)), value=-1)
+    return indices
+
+
+def pools(
+    lengths: list[int], s1: int, heads: int, k: int, latent: int, **options: Any
+) -> Callable[[Inputs], Arguments]:
+    """Pools of 4 tokens, k and the open one to a list; no rotary part."""
+    drawn = paged(lengths, s1, heads, k + 1, block=4, sizes=(latent, 0), **options)
+    return with_(drawn, sparse_indices=pools_and_tails)
+
+
 OP = "npu_sparse_flash_attention"
 CASES = (
+    Case(
+        OP,
+        "GLM-5.3-Flash, 64 heads, 512 pools, no rotary part",
+        pools([2102, 65], 1, 64, 512, 512, scale_value=256**-0.5, rope=False),
+        cores=(24,),
+    ),
+    *(
+        Case(OP, f"{n} heads, pools, no rotary part", pools([130, 3, 0], 2, n, 24, 128))
+        for n in (12, 20, 96)
+    ),
     *(Case(OP, f"paged, {n} heads", paged([300, 1, 131], 2, n, 96)) for n in (8, 16, 32, 64, 128)),
     Case(OP, "paged, 8 heads, 9 tokens", paged([300, 1, 131], 3, 8, 96)),
     Case(OP, "one token, 40 heads, k 1000", paged([3000], 1, 40, 1000)),
@@ -255,6 +286,13 @@ CASES = (
     ),
 )
 CONTROLS = (
+    Control(
+        "the open pool is another",
+        "sparse_flash_attention",
+        "limit // block + 1)",
+        "limit // block - 1)",
+        "GLM-5.3-Flash, 64 heads, 512 pools, no rotary part",
+    ),
     Control(
         "rows in 32 bits",
         "sparse_flash_attention",

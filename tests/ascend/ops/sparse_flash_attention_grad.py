@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -82,6 +83,15 @@ def call(
     return make
 
 
+def without(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """Ropes of width 0."""
+
+    def none(arguments: Arguments, name: str) -> torch.Tensor:
+        return memory.guarded(arguments[name][..., :0].contiguous())
+
+    return with_(make, query_rope=partial(none, name="query"), key_rope=partial(none, name="key"))
+
+
 def of_wider(arguments: Arguments) -> torch.Tensor:
     """The first heads of twice as many."""
     given = arguments["d_out"]
@@ -131,6 +141,9 @@ CASES = (
         with_(pages_apart(call((2, 3), (2, 70), 4, 30, 64, 16), "key", "key_rope"), d_out=of_wider),
     ),
     Case(OP, "blocks of 4", call((1, 3), (1, 90), 16, 12, 128, 64, block=4)),
+    Case(
+        OP, "no rotary part, 12 heads, pools", without(call((1, 3), (1, 90), 12, 12, 128, block=4))
+    ),
     Case(OP, "a loud key that nobody selects", call((1, 3), (1, 40), 8, 30, 64, 16, loud=7)),
     Case(OP, "of the sum as well", call((1, 5), (1, 40), 24, 30, of_sum=True)),
     Case(OP, "two tokens a round", in_rounds(2 * 4 * 8192, call((1, 8), (1, 140), 16, 60, 64, 16))),
