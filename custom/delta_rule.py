@@ -33,6 +33,7 @@ def npu_fused_sigmoid_gating_delta_rule_update(
     intermediate_state_indices: Tensor | None = None,
     retrieve_parent_token: Tensor | None = None,
     lower_bound: float | None = None,
+    allow_neg_eigval: bool = False,
 ) -> Tensor:
     """Decode step (or a few) of the gated delta rule, with its gates, on a pool of states.
 
@@ -68,6 +69,7 @@ def npu_fused_sigmoid_gating_delta_rule_update(
         retrieve_parent_token: [sequences, steps]: step t starts from the state after step
             parent[t]; -1: from the initial state. For tree verification.
         lower_bound: a negative number: g = lower_bound sigmoid(exp(A_log) (a + dt_bias)) instead.
+        allow_neg_eigval: beta = 2 sigmoid(b), from 0 to 2: a state may change its sign along a key.
 
     Returns:
         o [B, S, Nv, Dv], dtype of `v`.

@@ -405,7 +405,8 @@ def delta_rule_update(**given: Unpack[DeltaRuleUpdate]) -> Tensor:
     decay = gating.decay(
         given["A_log"], x, given["softplus_beta"], given["softplus_threshold"], given["lower_bound"]
     )
-    beta = torch.sigmoid(given["b"].to(wide).reshape(batch * length, value_heads))
+    b = given["b"].to(wide).reshape(batch * length, value_heads)
+    beta = delta_rules.rate(b, True, given["allow_neg_eigval"])
 
     if cu_seqlens is None:
         starts = torch.arange(batch, device=q.device) * length

@@ -3,7 +3,7 @@
 """Gated delta rule, token by token, with its gates, on a pool of states updated in place.
 
     decay = exp(-exp(A_log) softplus(x)), or exp(lower_bound sigmoid(exp(A_log) x)), x = a + dt_bias
-    beta = sigmoid(b)
+    beta = sigmoid(b), twice that with NEG
     kv_mem = (decay k)^T S   u = beta (v - kv_mem)   S' = decay S + k u^T     o = q^T S'
 
     q, k [B, T, H, K]   v [B, T, HV, V]   a, b [B, T, HV] (KDA: a [B, T, HV, K])
@@ -155,6 +155,7 @@ def _gates(
     NORM: tl.constexpr,
     BOUNDED: tl.constexpr,
     GIVEN: tl.constexpr,
+    NEG: tl.constexpr,
     VK: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
@@ -180,7 +181,7 @@ def _gates(
     else:
         decay = tl.exp(-rate * softplus(x + bias, softplus_beta, softplus_threshold))
     if not GIVEN:
-        beta = 1.0 / (1.0 + tl.exp(-beta))
+        beta = (2.0 if NEG else 1.0) / (1.0 + tl.exp(-beta))
     return q_wide, k_wide, scale, unit, qk, decay, beta
 
 
@@ -313,6 +314,7 @@ class Constants(NamedTuple):
     SILU: bool
     CHAINED: bool
     GIVEN: bool
+    NEG: bool
 
 
 @triton.jit(do_not_specialize=["T", "sequences", "slots", "rows", "steps", "columns"])
@@ -456,6 +458,7 @@ def _delta_rule_kernel(
             C.NORM,
             C.BOUNDED,
             C.GIVEN,
+            C.NEG,
             C.VK,
             TOGETHER,
         )
@@ -542,6 +545,7 @@ def _delta_rule_kernel(
                                     C.NORM,
                                     C.BOUNDED,
                                     C.GIVEN,
+                                    C.NEG,
                                     C.VK,
                                     True,
                                 )
@@ -575,6 +579,7 @@ def _delta_rule_kernel(
                     C.NORM,
                     C.BOUNDED,
                     C.GIVEN,
+                    C.NEG,
                     C.VK,
                     True,
                 )
@@ -752,6 +757,7 @@ def launch(
     intermediate_state_indices: Tensor | None,
     retrieve_parent_token: Tensor | None,
     lower_bound: float | None,
+    allow_neg_eigval: bool,
     epilogue: Epilogue | None,
     given: Given | None,
 ) -> Tensor:
@@ -845,6 +851,7 @@ def launch(
             SILU=epilogue is None or epilogue.silu,
             CHAINED=chained,
             GIVEN=given is not None,
+            NEG=allow_neg_eigval,
         ),
         num_warps=warps,
         maxnreg=registers,

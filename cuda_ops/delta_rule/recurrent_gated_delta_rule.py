@@ -58,6 +58,7 @@ def forward(**x: Unpack[Arguments]) -> Tensor:
         intermediate_state_indices=None,
         retrieve_parent_token=None,
         lower_bound=None,
+        allow_neg_eigval=False,
         epilogue=None,
         given=rule.Given(x["actual_seq_lengths"], x["num_accepted_tokens"]),
     )

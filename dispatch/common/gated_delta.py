@@ -58,6 +58,7 @@ def delta_rule(x: dict[str, Any], mixed: Tensor) -> dict[str, Any]:
         intermediate_state_indices=x["intermediate_state_indices"],
         retrieve_parent_token=x["retrieve_parent_token"],
         lower_bound=None,
+        allow_neg_eigval=False,
     )
 
 

@@ -53,6 +53,7 @@ def _gates(
     KDA: tl.constexpr,
     BOUNDED: tl.constexpr,
     GIVEN: tl.constexpr,
+    NEG: tl.constexpr,
 ):
     """(decay [1 or K], beta [1])."""
     if KDA:
@@ -67,7 +68,7 @@ def _gates(
     else:
         decay = tl.exp(rate * _softplus(x + bias, softplus_beta, softplus_threshold))
     if not GIVEN:
-        beta = 1.0 / (1.0 + tl.exp(-beta))
+        beta = (2.0 if NEG else 1.0) / (1.0 + tl.exp(-beta))
     return decay, beta
 
 
@@ -150,6 +151,7 @@ class Constants(NamedTuple):
     NORM: tl.constexpr  # of queries and keys
     BOUNDED: tl.constexpr  # the decay has a lower bound
     VARLEN: tl.constexpr  # sequences are packed in a row
+    NEG: tl.constexpr  # beta is twice the sigmoid
     GIVEN: tl.constexpr  # decays and betas are given, and a token has a slot
     ACCEPTED: tl.constexpr  # and says from which token a sequence goes on
     STORE: tl.constexpr  # the last state goes to the sequence's slot
@@ -280,6 +282,7 @@ def update(
                         C.KDA,
                         C.BOUNDED,
                         C.GIVEN,
+                        C.NEG,
                     )
                     state = _update(
                         state,
@@ -301,6 +304,7 @@ def update(
                 C.KDA,
                 C.BOUNDED,
                 C.GIVEN,
+                C.NEG,
             )
             q_t = _row(of_q + now * q_stride.token, d, C.NORM) * scale
             k_t = _row(of_k + now * k_stride.token, d, C.NORM)
@@ -392,6 +396,7 @@ def launch(
     intermediate_state_indices: Tensor | None,
     retrieve_parent_token: Tensor | None,
     lower_bound: float | None,
+    allow_neg_eigval: bool,
     given: Given | None,
 ) -> Tensor:
     batch, length, heads, key_size = q.shape
@@ -457,6 +462,7 @@ def launch(
         NORM=use_qk_l2norm_in_kernel,
         BOUNDED=lower_bound is not None,
         VARLEN=cu_seqlens is not None,
+        NEG=allow_neg_eigval,
         GIVEN=given is not None,
         ACCEPTED=accepted is not None,
         STORE=not disable_state_update and given is None,

@@ -61,6 +61,7 @@ def forward(
         intermediate_state_indices=None,
         retrieve_parent_token=None,
         lower_bound=None,
+        allow_neg_eigval=False,
         given=rule.Given(num_accepted_tokens),
     )
     return out[0]

@@ -477,6 +477,7 @@ def _step(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
         norm=case["norm"],
         slots=tuple(slots),
         lengths=lengths or None,
+        options=dict(allow_neg_eigval=case["twice"]),
     )
     return moved(step.arguments(), dtype, step, CPU), {}
 

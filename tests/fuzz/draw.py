@@ -191,6 +191,7 @@ def _step(r: Random, backward: bool) -> Case:
         layout=r.choice(["kv", "vk"]),
         kda=r.random() < 0.4,
         norm=r.random() < 0.5,
+        twice=r.random() < 0.3,
     )
 
 
@@ -424,7 +425,7 @@ COMPILED = {
     *("ratio", "coff", "pairs", "full", "ring", "pages", "hadamard", "returned"),
     *("m", "picked", "entry_page", "kind", "output", "quant", "eight"),
     *("turned", "power", "clip"),
-    *("kda", "norm", "state", "gates", "gate", "bias", "w", "history", "activation"),
+    *("kda", "norm", "twice", "state", "gates", "gate", "bias", "w", "history", "activation"),
 }
 _COMPILE_MOST = ("layer", "layer v4", "loss", "kda")
 _SPOILED = 8  # ways to spoil the cases of a model: what runs in spite of it is compiled as well

@@ -146,6 +146,7 @@ class Step:
                 intermediate_state_indices=torch.tensor(self.rows) if self.steps else None,
                 retrieve_parent_token=None if self.parents is None else torch.tensor(self.parents),
                 lower_bound=None,
+                allow_neg_eigval=False,
             )
             | self.options
         )

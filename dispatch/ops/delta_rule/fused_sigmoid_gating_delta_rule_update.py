@@ -27,7 +27,8 @@ SCHEMA = (
     " bool use_qk_l2norm_in_kernel=False, Tensor? cu_seqlens=None, *,"
     ' str state_layout="kv", bool is_kda=False, bool disable_state_update=False,'
     " Tensor(b!)? intermediate_states=None, Tensor? intermediate_state_indices=None,"
-    " Tensor? retrieve_parent_token=None, float? lower_bound=None) -> Tensor"
+    " Tensor? retrieve_parent_token=None, float? lower_bound=None,"
+    " bool allow_neg_eigval=False) -> Tensor"
 )
 ONNX = "FusedSigmoidGatingDeltaRuleUpdate"
 
@@ -54,6 +55,7 @@ class Arguments(TypedDict):
     intermediate_state_indices: Tensor | None
     retrieve_parent_token: Tensor | None
     lower_bound: float | None
+    allow_neg_eigval: bool
 
 
 def check(**x: Unpack[Arguments]) -> None:

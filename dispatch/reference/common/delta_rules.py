@@ -28,6 +28,14 @@ def step(
     return state, (q[..., None, :] @ state)[..., 0, :]
 
 
+def rate(beta: Tensor, sigmoid: bool, twice: bool) -> Tensor:
+    """How much of its key's value a token changes: `beta`, or its sigmoid, or `twice` that, of
+    which a state may change its sign along a key."""
+    if not sigmoid:
+        return beta
+    return torch.sigmoid(beta) * (2 if twice else 1)
+
+
 def by_channel(g: Tensor) -> Tensor:
     """The decay's logarithm [T, HV, K or 1]."""
     return g if g.ndim == 3 else g[..., None]

@@ -3,7 +3,7 @@
 """The gated delta rule with its gates, token by token, on a pool of states.
 
 decay = exp(-exp(A_log) softplus(x)), or exp(lower_bound sigmoid(exp(A_log) x)), x = a + dt_bias
-beta = sigmoid(b)
+beta = sigmoid(b), twice that with `allow_neg_eigval`
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...ops.delta_rule.fused_sigmoid_gating_delta_rule_update import Arguments
-from ..common.delta_rules import some_sequences, step
+from ..common.delta_rules import rate, some_sequences, step
 from ..common.precision import accumulator
 
 
@@ -39,7 +39,8 @@ def forward(**given: Unpack[Arguments]) -> Tensor:
     fading = decay(
         given["A_log"], x, given["softplus_beta"], given["softplus_threshold"], given["lower_bound"]
     )
-    beta = torch.sigmoid(given["b"].reshape(rows, value_heads).to(kind))
+    b = given["b"].reshape(rows, value_heads).to(kind)
+    beta = rate(b, True, given["allow_neg_eigval"])
 
     if given["cu_seqlens"] is None:
         starts = torch.arange(batch, device=q.device) * length
@@ -94,10 +95,10 @@ def decay(
     A_log: Tensor, x: Tensor, beta: float, threshold: float, lower_bound: float | None
 ) -> Tensor:
     """Of x [tokens, HV, channels]."""
-    rate = A_log.to(x.dtype).exp()[:, None]
+    speed = A_log.to(x.dtype).exp()[:, None]
     if lower_bound is None:
-        return torch.exp(-rate * softplus(x, beta, threshold))
-    return torch.exp(lower_bound * torch.sigmoid(rate * x))
+        return torch.exp(-speed * softplus(x, beta, threshold))
+    return torch.exp(lower_bound * torch.sigmoid(speed * x))
 
 
 def softplus(x: Tensor, beta: float, threshold: float) -> Tensor:

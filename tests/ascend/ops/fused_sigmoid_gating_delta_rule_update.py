@@ -152,6 +152,7 @@ CASES = (
     ),
     Case(OP, "KDA", call([3, -1], 2, kda=True)),
     Case(OP, "KDA, bounded", call([3, -1], 2, kda=True, lower_bound=-5.0)),
+    Case(OP, "KDA, beta to 2", call([3, -1], 2, kda=True, allow_neg_eigval=True)),
     Case(OP, "KDA, vk, bf16 state", call([3, -1], 2, kda=True, layout="vk", state=torch.bfloat16)),
     Case(OP, "verification", call([3, 2, -1], 3, keep=[2, -1, 0], disable_state_update=True)),
     Case(OP, "verification, vk, KDA", call([3, 2, -1], 3, keep=[2, 7, 0], layout="vk", kda=True)),
@@ -277,6 +278,13 @@ CONTROLS = (
         "head.to(tl.int64) * v_stride.head",
         "head * v_stride.head",
         "value heads 2**30 numbers apart",
+    ),
+    Control(
+        "beta to 1",
+        KERNEL,
+        "(2.0 if NEG else 1.0) / (1.0 + tl.exp(-beta))",
+        "1.0 / (1.0 + tl.exp(-beta))",
+        "KDA, beta to 2",
     ),
     Control(
         "an absent slot is written",

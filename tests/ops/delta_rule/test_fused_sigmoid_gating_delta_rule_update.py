@@ -38,6 +38,8 @@ CASES = [
     Step(kda=True, layout="vk", K=24, H=1, HV=3, norm=False, options=dict(scale=0.05)),
     Step(kda=True, T=2, options=dict(lower_bound=-5.0)),
     Step(layout="vk", options=dict(lower_bound=-0.5)),
+    Step(T=2, options=dict(allow_neg_eigval=True)),
+    Step(kda=True, layout="vk", options=dict(lower_bound=-5.0, allow_neg_eigval=True)),
     Step(B=1, T=9, lengths=(4, 0, 1, 2), slots=(2, 4, -1, 0)),
     Step(B=1, T=8, lengths=(3, 5), layout="vk", kda=True, steps=4, rows=(2, 4)),
     Step(T=3, steps=3, rows=(4, -1)),
@@ -280,8 +282,8 @@ def test_scalar_loops(data):
     B, T, H, groups, K, V = data.draw(
         st.tuples(small, small, st.integers(1, 2), small, small, small)
     )
-    layout, kda, norm = data.draw(
-        st.tuples(st.sampled_from(["kv", "vk"]), st.booleans(), st.booleans())
+    layout, kda, norm, twice = data.draw(
+        st.tuples(st.sampled_from(["kv", "vk"]), st.booleans(), st.booleans(), st.booleans())
     )
     slots = tuple(data.draw(st.permutations(range(-1, 6)))[:B])
     parents = data.draw(
@@ -306,6 +308,7 @@ def test_scalar_loops(data):
         parents=parents,
         steps=T,
         rows=tuple(range(B)),
+        options=dict(allow_neg_eigval=twice),
     )
     x = moved(case.arguments(), torch.float64, case, "cpu")
     pool = x["initial_state_source"].clone()
@@ -331,7 +334,7 @@ def test_scalar_loops(data):
                     q, k = (
                         [z / math.sqrt(sum(y * y for y in w) + 1e-6) for z in w] for w in (q, k)
                     )
-                rate = 1 / (1 + math.exp(-float(x["b"][n, t, hv])))
+                rate = (2 if twice else 1) / (1 + math.exp(-float(x["b"][n, t, hv])))
                 decay = []
                 for i in range(K):
                     u = (
