@@ -297,6 +297,9 @@ def npu_gated_delta_layer_decode(
     intermediate_conv_window: Tensor | None = None,
     intermediate_state_indices: Tensor | None = None,
     retrieve_parent_token: Tensor | None = None,
+    is_kda: bool = False,
+    lower_bound: float | None = None,
+    allow_neg_eigval: bool = False,
 ) -> Tensor:
     """Decode step (or a few) of a gated-delta layer, from its projections to its norm.
 
@@ -304,18 +307,19 @@ def npu_gated_delta_layer_decode(
     queries and keys, npu_gated_rms_norm with the norm before the gate: the same as these three
     calls. Two launches on CUDA.
 
-    Formula: the gated-delta layer of Qwen3-Next.
+    Formula: the gated-delta layer of Qwen3-Next; with `is_kda`, that of Kimi Linear, GLM-5.3-Flash
+    and Ling-3.0, whose gate_activation is "sigmoid".
 
     Args:
         mixed_qkv: [B, S, C], C = 2 N Dk + Nv Dv: the channels of queries, keys and values.
         z: [B, S, Nv, Dv], the gate.
-        a: [B, S, Nv], of the decay.
-        b: [B, S, Nv], of the rate.
+        a: [B, S, Nv], of the decay; KDA: [B, S, Nv, Dk] or [B, S, Nv * Dk].
+        b: [B, S, Nv], of the rate, before its sigmoid.
         conv_states: [slots, L, C], any strides, L from W - 1 on; updated in place.
         states: [slots, Nv, Dk, Dv] ("kv") or [slots, Nv, Dv, Dk] ("vk"); updated in place.
         conv_weight: [W, C], W from 2 to 4; any strides.
         A_log: [Nv] float32 or bfloat16.
-        dt_bias: [Nv].
+        dt_bias: [Nv]; KDA: [Nv, Dk] or [Nv * Dk].
         norm_weight: [Dv].
         state_indices: [B] int32 or int64, the slot of each sequence in both pools; negative or out
             of range: starts from zeros, stores nothing. No slot twice: what its sequences read and
@@ -333,6 +337,10 @@ def npu_gated_delta_layer_decode(
         intermediate_state_indices: [B] row of each sequence in both; negative: none.
         retrieve_parent_token: [B, steps]: step t follows step parent[t]; -1: the pools. For tree
             verification; needs disable_state_update=True.
+        is_kda: the decay has one value for each of Dk channels.
+        lower_bound: a negative number: the decay's logarithm is
+            lower_bound sigmoid(exp(A_log) (a + dt_bias)); with `is_kda` alone.
+        allow_neg_eigval: the rate is 2 sigmoid(b): a state may change its sign along a key.
 
     Returns:
         out like `z`.

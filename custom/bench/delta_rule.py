@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -405,10 +406,10 @@ def _compiled_together() -> Iterator[None]:
         yield
 
 
-def layer_case(b: int, layout: str, small: bool = False) -> Case:
+def layer_case(b: int, layout: str, small: bool = False, heads: tuple[int, int] = (N, NV)) -> Case:
     """A decode step of the whole layer, its pools in bfloat16 and float32."""
-    heads, values, size = (2, 4, 16) if small else (N, NV, D)
-    channels = 2 * heads * size + values * size
+    queries, values, size = (2, 4, 16) if small else (*heads, D)
+    channels = 2 * queries * size + values * size
 
     def make(device: torch.device, seed: int) -> Arguments:
         draw = Draw(device, seed)
@@ -447,6 +448,29 @@ def layer_case(b: int, layout: str, small: bool = False) -> Case:
     )
 
 
+def kda_layer_case(model: str, heads: int, b: int, lower_bound: float | None = None) -> Case:
+    """A decode step of a KDA layer: as many heads of queries as of values, a decay by channel."""
+    plain = layer_case(b, "kv", heads=(heads, heads))
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed + 1000)
+        return plain.make(device, seed) | dict(
+            a=draw.normal(b, 1, heads, D),
+            dt_bias=draw.normal(heads, D, dtype=torch.float32) - 2,
+            gate_activation="sigmoid",
+            is_kda=True,
+            lower_bound=lower_bound,
+        )
+
+    return replace(
+        plain,
+        label=f"{b} x 1 tokens, KDA of {model}",
+        make=make,
+        bytes=plain.bytes + BF16 * b * heads * D,
+        shape=dict(b=b, heads=heads),
+    )
+
+
 def _three_ops(arguments: Arguments) -> Callable[[], Any]:
     """Ours, one after the other."""
     x = arguments
@@ -480,16 +504,25 @@ def _three_ops(arguments: Arguments) -> Callable[[], Any]:
             None,
             True,
             state_layout=x["state_layout"],
+            is_kda=x.get("is_kda", False),
+            lower_bound=x.get("lower_bound"),
         )
-        return torch.ops.custom.npu_gated_rms_norm(out, x["z"], x["norm_weight"])
+        activation = x.get("gate_activation", "silu")
+        return torch.ops.custom.npu_gated_rms_norm(
+            out, x["z"], x["norm_weight"], activation=activation
+        )
 
     return call
 
 
 def _layer(small: bool) -> list[Case]:
     if small:
-        return [layer_case(2, "kv", True)]
-    return [layer_case(b, layout) for layout in ("kv", "vk") for b in (1, 32, 128)]
+        return [layer_case(2, "kv", True), kda_layer_case("Kimi-Linear", 2, 2)]
+    rows = [layer_case(b, layout) for layout in ("kv", "vk") for b in (1, 32, 128)]
+    models = (("GLM-5.3-Flash", 64, -5.0), ("Kimi-K3", 96, None), ("Ling-3.0-Flash", 32, -5.0))
+    return rows + [
+        kda_layer_case(model, heads, b, bound) for model, heads, bound in models for b in (1, 128)
+    ]
 
 
 def _decode(small: bool) -> list[Case]:

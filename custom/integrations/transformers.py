@@ -20,12 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .._causal_conv1d import causal_conv1d_fn
-from ..convolution import npu_causal_conv1d_update
-from ..delta_rule import (
-    npu_chunk_kda,
-    npu_fused_sigmoid_gating_delta_rule_update,
-    npu_gated_delta_layer_decode,
-)
+from ..delta_rule import npu_chunk_kda, npu_gated_delta_layer_decode
 from ..dispatch.errors import NotSupported, need
 from ..gated_norm import npu_gated_rms_norm
 from ..sparse_attention import (
@@ -396,6 +391,14 @@ _chunk_gated_delta_rule = recorded(kernels.chunk_gated_delta_rule)
 _chunk_kda = recorded(npu_chunk_kda)
 
 
+def _refuse_all_but_silu(self: Any) -> None:
+    if self.activation not in ("silu", "swish"):
+        raise NotSupported(
+            f'{WHERE} convolves with silu, and {type(self).__name__} has "{self.activation}" '
+            "(config.hidden_act). Run this model outside of it."
+        )
+
+
 def _projected(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What is convolved, [B, S, channels], and z [B, S, Nv, Dv], b, a [B, S, Nv]."""
     if hasattr(self, "in_proj_qkv"):  # Qwen3.5 has a projection for each
@@ -419,11 +422,7 @@ def _gated_delta_forward(
     """
     x, past = _without_padding(hidden_states, attention_mask), _Past(self, cache)
     documents = _documents(past, x, kwargs)
-    if self.activation not in ("silu", "swish"):
-        raise NotSupported(
-            f'{WHERE} convolves with silu, and {type(self).__name__} has "{self.activation}" '
-            "(config.hidden_act). Run this model outside of it."
-        )
+    _refuse_all_but_silu(self)
     mixed, z, b, a = _projected(self, x)
     if past.steps(x):
         out = npu_gated_delta_layer_decode(
@@ -469,33 +468,34 @@ def _kimi_delta_forward(
     **kwargs: Any,
 ) -> Tensor:
     """`KimiLinearDeltaAttention.forward`: its projections, all between them ours, the gate of the
-    decay inside the rule."""
+    decay inside the rule. A decode step is one call, and updates the cache's own tensors in place.
+    """
     x, past = _without_padding(hidden_states, attention_mask), _Past(self, cache)
     documents = _documents(past, x, kwargs)
+    _refuse_all_but_silu(self)
     heads, forget = (-1, self.head_dim), self.forget_gate
+    norm = self.o_norm
     mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+    z = self.g_b_proj(self.g_a_proj(x)).unflatten(-1, heads)
     a = forget.f_b_proj(forget.f_a_proj(x)).unflatten(-1, heads)
     A_log, dt_bias = forget.A_log.flatten(), forget.dt_bias.unflatten(0, heads)
     b = self.b_proj(x)
     if past.steps(x):
-        kernel = self.conv1d.weight.squeeze(1).t()
-        mixed = npu_causal_conv1d_update(
-            mixed, past.columns, kernel, self.conv1d.bias, self.activation
-        )
-        q, k, v = (each.unflatten(-1, heads) for each in mixed.chunk(3, -1))
-        out = npu_fused_sigmoid_gating_delta_rule_update(
-            A_log,
+        out = npu_gated_delta_layer_decode(
+            mixed,
+            z,
             a,
-            dt_bias,
-            1.0,
-            20.0,
-            q,
-            k,
-            v,
             b,
+            past.columns,
             past.states,
+            self.conv1d.weight.squeeze(1).t(),
+            A_log,
+            dt_bias,
+            norm.weight,
             torch.arange(x.shape[0], device=x.device),
-            use_qk_l2norm_in_kernel=True,
+            conv_bias=self.conv1d.bias,
+            epsilon=norm.variance_epsilon,
+            gate_activation="sigmoid",
             is_kda=True,
         )
     else:
@@ -503,8 +503,8 @@ def _kimi_delta_forward(
         q, k, v = (each.unflatten(-1, heads) for each in mixed.chunk(3, -1))
         gate = dict(use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias)
         out = _recurred(_chunk_kda, past, documents, q, k, v, a, b.sigmoid(), **gate)
-    z, norm = self.g_b_proj(self.g_a_proj(x)).unflatten(-1, heads), self.o_norm
-    out = npu_gated_rms_norm(out, z, norm.weight, norm.variance_epsilon, activation="sigmoid")
+        epsilon = norm.variance_epsilon
+        out = npu_gated_rms_norm(out, z, norm.weight, epsilon, activation="sigmoid")
     projected: Tensor = self.o_proj(out.flatten(2))
     return projected
 

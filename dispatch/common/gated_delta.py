@@ -52,13 +52,13 @@ def delta_rule(x: dict[str, Any], mixed: Tensor) -> dict[str, Any]:
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=None,
         state_layout=x["state_layout"],
-        is_kda=False,
+        is_kda=x["is_kda"],
         disable_state_update=x["disable_state_update"],
         intermediate_states=x["intermediate_states"],
         intermediate_state_indices=x["intermediate_state_indices"],
         retrieve_parent_token=x["retrieve_parent_token"],
-        lower_bound=None,
-        allow_neg_eigval=False,
+        lower_bound=x["lower_bound"],
+        allow_neg_eigval=x["allow_neg_eigval"],
     )
 
 

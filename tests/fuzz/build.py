@@ -482,6 +482,33 @@ def _step(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     return moved(step.arguments(), dtype, step, CPU), {}
 
 
+def _layer_step(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    slots = list(case["slots"])
+    if case["idle"] and slots:
+        slots[0] = -1
+    step = convolution.Layer(
+        B=case["b"],
+        S=case["s"],
+        N=case["n"],
+        Nv=case["n"] * case["groups"],
+        Dk=case["k"],
+        Dv=case["v"],
+        W=case["w"],
+        L=case["w"] - 1 + case["room"],
+        layout=case["layout"],
+        slots=tuple(slots),
+        sigmoid=case["activation"] == "sigmoid",
+        bias=case["bias"],
+        rows=case["kept"],
+        parents=case["parents"],
+        kda=case["kda"],
+        flat=case["flat"],
+        bound=case["bound"] or None,
+        twice=case["twice"],
+    )
+    return step.arguments(dtype, CPU), {}
+
+
 def _compressor(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     b, d, m, coff = len(case["lengths"]), case["d"], case["ratio"], case["coff"]
     own, wide = getattr(torch, case["dtype"]), accumulator(dtype)
@@ -622,6 +649,7 @@ _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
     "step": _step,
     "chunks": _chunks,
     "kda": _kda,
+    "layer step": _layer_step,
     "convolution": _convolution,
     "compressor": _compressor,
     "streams": _sized("h"),

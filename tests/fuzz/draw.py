@@ -195,6 +195,32 @@ def _step(r: Random, backward: bool) -> Case:
     )
 
 
+def _layer_step(r: Random, backward: bool) -> Case:
+    b, s = r.choice([0, *[1, 2, 3] * 4]), r.choice([1, 1, 2, 4])
+    kda, tree = r.random() < 0.6, r.random() < 0.2
+    return dict(
+        b=b,
+        s=s,
+        n=r.randint(1, 3),
+        groups=1 if kda and r.random() < 0.7 else r.randint(1, 3),
+        k=r.choice([16, 24, 32]),
+        v=r.choice([8, 16, 40]),
+        w=r.randint(2, 4),
+        room=r.choice([0, 0, 2]),
+        layout=r.choice(["kv", "vk"]),
+        slots=r.sample(range(6), b),
+        idle=r.random() < 0.3,
+        activation=r.choice(["silu", "swish", "sigmoid"]),
+        bias=r.random() < 0.5,
+        kept=r.sample(range(5), b) if tree or r.random() < 0.3 else None,
+        parents=[[r.randint(-1, t) for t in range(s)] for _ in range(b)] if tree else None,
+        kda=kda,
+        flat=r.random() < 0.4,
+        bound=r.choice([0, -0.5, -5.0]) if kda else 0,
+        twice=r.random() < 0.3,
+    )
+
+
 def _compressor(r: Random, backward: bool) -> Case:
     """With `caches` in pages or in a ring, as far in as `start` says; some of them are absent."""
     requests = r.choice([0, *[1, 2, 3] * 4])
@@ -320,6 +346,7 @@ KIND = {
     "npu_fused_attention": "fused",
     "npu_fused_attention_backward": "fused",
     "npu_fused_sigmoid_gating_delta_rule_update": "step",
+    "npu_gated_delta_layer_decode": "layer step",
     "npu_chunk_gated_delta_rule": "chunks",
     "npu_chunk_gated_delta_rule_grad": "chunks",
     "npu_chunk_kda": "kda",
@@ -349,6 +376,7 @@ _SIZES: dict[str, Callable[[Random, bool], Case]] = {
     "loss": _loss,
     "fused": _fused,
     "step": _step,
+    "layer step": _layer_step,
     "chunks": _chunks,
     "kda": _kda,
     "convolution": _convolution,

@@ -325,11 +325,7 @@ QWEN = dict(
 )
 KIMI = dict(
     prompt=["npu_causal_conv1d", "npu_chunk_kda", "npu_gated_rms_norm"],
-    token=[
-        "npu_causal_conv1d_update",
-        "npu_fused_sigmoid_gating_delta_rule_update",
-        "npu_gated_rms_norm",
-    ],
+    token=["npu_gated_delta_layer_decode"],
     drafts=QWEN["drafts"],
 )
 # what a layer calls, in this order

@@ -214,6 +214,10 @@ class Layer:
     bias: bool = True
     rows: tuple[int, ...] | None = None
     parents: tuple[tuple[int, ...], ...] | None = None
+    kda: bool = False
+    bound: float | None = None
+    twice: bool = False
+    flat: bool = False  # the channels of a and dt_bias lie in one dimension
 
     def arguments(self, dtype: torch.dtype, device: Any) -> dict[str, Any]:
         """z, a and b as parts of one projection."""
@@ -224,9 +228,13 @@ class Layer:
         exact = dtype if dtype is torch.float64 else torch.float32
         C, tokens = 2 * self.N * self.Dk + self.Nv * self.Dv, (self.B, self.S)
         size = (self.Dk, self.Dv) if self.layout == "kv" else (self.Dv, self.Dk)
-        parts = drawn(*tokens, C + self.Nv * self.Dv + 2 * self.Nv)
-        mixed, z, a, b = parts.split([C, self.Nv * self.Dv, self.Nv, self.Nv], -1)
-        verified = None if self.rows is None else torch.tensor(self.rows, device=device)
+        channels = self.Nv * (self.Dk if self.kda else 1)
+        parts = drawn(*tokens, C + self.Nv * self.Dv + channels + self.Nv)
+        mixed, z, a, b = parts.split([C, self.Nv * self.Dv, channels, self.Nv], -1)
+        bias = drawn(channels, kind=exact)
+        if self.kda and not self.flat:
+            a, bias = a.unflatten(-1, (self.Nv, self.Dk)), bias.view(self.Nv, self.Dk)
+        verified = None if self.rows is None else ints(self.rows).to(device)
         kept = self.rows is not None
         return dict(
             mixed_qkv=mixed,
@@ -237,9 +245,9 @@ class Layer:
             states=drawn(SLOTS, self.Nv, *size, kind=dtype if exact is dtype else self.state),
             conv_weight=drawn(C, self.W).t(),
             A_log=drawn(self.Nv, kind=exact),
-            dt_bias=drawn(self.Nv, kind=exact),
+            dt_bias=bias,
             norm_weight=drawn(self.Dv),
-            state_indices=torch.tensor(self.slots, device=device),
+            state_indices=torch.tensor(self.slots, dtype=torch.int64, device=device),
             conv_bias=drawn(C) if self.bias else None,
             state_layout=self.layout,
             gate_activation="sigmoid" if self.sigmoid else "silu",
@@ -249,5 +257,8 @@ class Layer:
             intermediate_state_indices=verified,
             retrieve_parent_token=None
             if self.parents is None
-            else torch.tensor(self.parents, device=device),
+            else ints(self.parents).view(self.B, self.S).to(device),
+            is_kda=self.kda,
+            lower_bound=self.bound,
+            allow_neg_eigval=self.twice,
         )

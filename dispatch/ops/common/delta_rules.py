@@ -30,6 +30,22 @@ def heads(c: Checker, of_key: str, of_value: str, **tensors: Tensor) -> None:
     )
 
 
+def gates(
+    c: Checker, a: Tensor, dt_bias: Tensor, is_kda: bool, tokens: str, heads: str, key: str
+) -> None:
+    """What decays are made of: a number for each head, or for each of its channels, which may lie
+    in one dimension."""
+    each = f"{heads}*{key}"
+    c.sizes[each] = c.sizes[heads] * c.sizes[key]
+    if not is_kda:
+        of_a, of_bias = heads, heads
+    else:
+        of_a = f"{heads} {key}" if a.ndim == len(tokens.split()) + 2 else each
+        of_bias = f"{heads} {key}" if dt_bias.ndim == 2 else each
+    c.shape("a", a, f"{tokens} {of_a}")
+    c.shape("dt_bias", dt_bias, of_bias)
+
+
 def lower_bound(c: Checker, given: float | None) -> None:
     c.require(
         given is None or given < 0,

@@ -114,21 +114,10 @@ def check(**x: Unpack[Arguments]) -> None:
 
 
 def _check_gates(c: Checker, a: Tensor, dt_bias: Tensor, b: Tensor, is_kda: bool) -> None:
-    c.sizes["HV*K"] = channels = c.sizes["HV"] * c.sizes["K"]
     whole = c.sizes["B"] == 1
     c.shape("b", b, "T HV" if b.ndim == 2 and whole else "B T HV")
-    if not is_kda:
-        c.shape("a", a, "T HV" if a.ndim == 2 and whole else "B T HV")
-        c.shape("dt_bias", dt_bias, "HV")
-        return
-    if a.ndim == 4:
-        c.shape("a", a, "B T HV K")
-    else:
-        c.shape("a", a, "T HV*K" if a.ndim == 2 and whole else "B T HV*K")
-    if dt_bias.ndim == 2:
-        c.shape("dt_bias", dt_bias, "HV K")
-    else:
-        c.shape("dt_bias", dt_bias, "HV*K", **{"HV*K": channels})
+    tokens = "T" if a.ndim == 2 and whole else "B T"
+    delta_rules.gates(c, a, dt_bias, is_kda, tokens, "HV", "K")
 
 
 def _check_sequences(c: Checker, cu_seqlens: Tensor | None, indices: Tensor) -> None:

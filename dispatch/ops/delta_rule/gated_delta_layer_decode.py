@@ -4,6 +4,9 @@
 
 mixed_qkv [B, S, C], C = 2 N Dk + Nv Dv: queries, keys, values   z, out [B, S, Nv, Dv]
 a, b [B, S, Nv]   conv_states [slots, L, C]   states [slots, Nv, Dk, Dv] or [slots, Nv, Dv, Dk]
+
+With `is_kda` the decay has Dk channels: a [B, S, Nv, Dk] or [B, S, Nv * Dk], dt_bias [Nv, Dk] or
+[Nv * Dk].
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ..common import convolutions
+from ..common import convolutions, delta_rules
 from .fused_sigmoid_gating_delta_rule_update import pool_of_states
 
 SCHEMA = (
@@ -24,7 +27,8 @@ SCHEMA = (
     ' float epsilon=1e-6, str state_layout="kv", str gate_activation="silu",'
     " float softplus_beta=1.0, float softplus_threshold=20.0, bool disable_state_update=False,"
     " Tensor(c!)? intermediate_states=None, Tensor(d!)? intermediate_conv_window=None,"
-    " Tensor? intermediate_state_indices=None, Tensor? retrieve_parent_token=None) -> Tensor"
+    " Tensor? intermediate_state_indices=None, Tensor? retrieve_parent_token=None,"
+    " bool is_kda=False, float? lower_bound=None, bool allow_neg_eigval=False) -> Tensor"
 )
 ONNX = "GatedDeltaLayerDecode"
 
@@ -53,6 +57,9 @@ class Arguments(TypedDict):
     intermediate_conv_window: Tensor | None
     intermediate_state_indices: Tensor | None
     retrieve_parent_token: Tensor | None
+    is_kda: bool
+    lower_bound: float | None
+    allow_neg_eigval: bool
 
 
 def check(**x: Unpack[Arguments]) -> None:
@@ -85,15 +92,19 @@ def check(**x: Unpack[Arguments]) -> None:
     c.require(softplus_beta > 0, f"`softplus_beta` is {softplus_beta}, expected a positive number.")
     c.require(scale is None or scale > 0, f"`scale` is {scale}, expected a positive number.")
     c.at_least("epsilon", x["epsilon"], 0)
+    c.require(
+        x["is_kda"] or x["lower_bound"] is None,
+        f"`lower_bound` is {x['lower_bound']}, expected None without `is_kda`: KDA's decay alone "
+        "has one. Pass is_kda=True, or leave it out.",
+    )
+    delta_rules.lower_bound(c, x["lower_bound"])
     c.floating("mixed_qkv", mixed_qkv)
     c.same_dtype(mixed_qkv=mixed_qkv, z=z)
     c.shape("mixed_qkv", mixed_qkv, "B S C")
     c.shape("z", z, "B S Nv Dv")
     for name, tensor, wanted in (
-        ("a", a, "B S Nv"),
         ("b", b, "B S Nv"),
         ("A_log", A_log, "Nv"),
-        ("dt_bias", dt_bias, "Nv"),
         ("norm_weight", norm_weight, "Dv"),
         ("conv_weight", x["conv_weight"], "W C"),
     ):
@@ -114,6 +125,9 @@ def check(**x: Unpack[Arguments]) -> None:
     convolutions.enough(c, "conv_states", "columns", c.sizes["L"], c.sizes["W"] - 1)
     pool_of_states(c, "states", x["states"], f"slots Nv {last}")
     _heads(c)
+    c.floating("a", a)
+    c.floating("dt_bias", dt_bias)
+    delta_rules.gates(c, a, dt_bias, x["is_kda"], "B S", "Nv", "Dk")
     if not x["disable_state_update"]:
         convolutions.distinct(c, "state_indices", state_indices, c.sizes["slots"])
     _check_verification(

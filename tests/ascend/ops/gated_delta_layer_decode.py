@@ -24,14 +24,18 @@ def call(
     size: int = 128,
     layout: str = "kv",
     keep: bool = False,
+    kda: bool = False,
+    tree: list[list[int]] | None = None,
     **options: Any,
 ) -> Callable[[Inputs], Arguments]:
     """The projections are parts of one."""
 
     def make(x: Inputs) -> Arguments:
-        n, channels = len(slots), (2 * HEADS + VALUES) * size
-        whole = x.normal(n, tokens, channels + VALUES * size + 2 * VALUES)
-        mixed, z, a, b = whole.split([channels, VALUES * size, VALUES, VALUES], -1)
+        heads = VALUES if kda else HEADS
+        n, channels = len(slots), (2 * heads + VALUES) * size
+        decays = VALUES * size if kda else VALUES
+        whole = x.normal(n, tokens, channels + VALUES * size + decays + VALUES)
+        mixed, z, a, b = whole.split([channels, VALUES * size, decays, VALUES], -1)
         absent = [i for i in range(SLOTS) if i not in slots]
         columns = x.normal(SLOTS, 3, channels)
         states = x.normal(SLOTS, VALUES, size, size, dtype=torch.float32)
@@ -46,10 +50,11 @@ def call(
             states=states,
             conv_weight=x.normal(4, channels, scale=0.5),
             A_log=x.normal(VALUES, scale=0.5, dtype=torch.float32),
-            dt_bias=x.normal(VALUES, dtype=torch.float32),
+            dt_bias=x.normal(decays, dtype=torch.float32),
             norm_weight=x.normal(size),
             state_indices=x.ints(slots),
             state_layout=layout,
+            is_kda=kda,
         )
         if keep:
             arguments |= dict(
@@ -57,6 +62,8 @@ def call(
                 intermediate_conv_window=x.normal(n, tokens, 3, channels),
                 intermediate_state_indices=x.ints(list(range(n))),
             )
+        if tree:
+            arguments["retrieve_parent_token"] = x.ints(tree)
         return arguments | options
 
     return make
@@ -78,12 +85,53 @@ CASES = (
     ),
     Case(
         OP,
+        "KDA, bounded, beta to 2",
+        call(
+            [3, -1],
+            kda=True,
+            gate_activation="sigmoid",
+            lower_bound=-5.0,
+            allow_neg_eigval=True,
+        ),
+        judge=judge,
+    ),
+    Case(
+        OP,
+        "KDA, a tree of 3 kept",
+        call(
+            [3, 2],
+            3,
+            64,
+            "vk",
+            True,
+            True,
+            disable_state_update=True,
+            tree=[[-1, 0, 0], [-1, 0, 1]],
+        ),
+        judge=judge,
+    ),
+    Case(
+        OP,
         "decode, slots far apart",
         far_apart(call([3, -1, 0]), "conv_states", "states"),
         judge=judge,
     ),
 )
 CONTROLS = (
+    Control(
+        "KDA's decay without its bound",
+        "fused_sigmoid_gating_delta_rule_update",
+        "tl.exp(lower_bound / (1.0 + tl.exp(rate * (x + bias))))",
+        "tl.exp(rate * _softplus(x + bias, softplus_beta, softplus_threshold))",
+        "KDA, bounded, beta to 2",
+    ),
+    Control(
+        "KDA's beta to 1",
+        "fused_sigmoid_gating_delta_rule_update",
+        "(2.0 if NEG else 1.0) / (1.0 + tl.exp(-beta))",
+        "1.0 / (1.0 + tl.exp(-beta))",
+        "KDA, bounded, beta to 2",
+    ),
     Control(
         "the convolution's states are not pushed on",
         "causal_conv1d_update",
