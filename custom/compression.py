@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Compressed entries of DeepSeek-V4's attention: one for every few tokens."""
+"""Compressed entries of DeepSeek-V4's attention, and pooled index keys: one for a few tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ops = torch.ops.custom
 def npu_compressor(
     x: Tensor,
     wkv: Tensor,
-    wgate: Tensor,
+    wgate: Tensor | None,
     state_cache: Tensor | None,
-    ape: Tensor,
-    norm_weight: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
+    ape: Tensor | None,
+    norm_weight: Tensor | None,
+    rope_sin: Tensor | None,
+    rope_cos: Tensor | None,
     rope_head_dim: int,
     cmp_ratio: int,
     *,
@@ -41,6 +41,10 @@ def npu_compressor(
     hadamard: bool = False,
     hadamard_round: str = "bf16",
     return_cmp_kv: bool = True,
+    ln_weight: Tensor | None = None,
+    ln_bias: Tensor | None = None,
+    ln_eps: float = 1e-6,
+    rope_slice: str = "last",
 ) -> Tensor:
     """One entry for every `cmp_ratio` tokens, and the state of those whose window is open.
 
@@ -49,7 +53,13 @@ def npu_compressor(
     last token, and becomes C_w = sum_t softmax_t(z) kv_t, channel by channel; with coff = 2 the
     sum is over the tokens of window w - 1 by the first D channels of their state and over those of
     window w by the others. The entry is RoPE(RMSNorm(C_w)) at position w m, in float32 until it is
-    stored. RoPE turns the last `rope_head_dim` channels where they stand.
+    stored. RoPE turns the last `rope_head_dim` channels where they stand, or the first ones.
+
+    Other models' pools are forms of it. Without `wgate` and `ape` the tokens of a window weigh the
+    same, and the state is kv alone. With `ln_weight` and `ln_bias` kv_t = LayerNorm(x_t wkv^T).
+    Without `norm_weight` or `rope_sin` an entry is not normed or not rotated. Those of
+    GLM-5.3-Flash have a gate and a LayerNorm; those of Qwen4-Exp no gate, a norm, and their first
+    channels are rotated by halves.
 
     A call reads the states of earlier tokens, then writes those of its own: a chunk may be longer
     than a ring. A token is taken back by starting the next call earlier. A position whose page is
@@ -58,19 +68,20 @@ def npu_compressor(
     Differentiable in x, wkv, wgate, ape and norm_weight where no cache is given.
 
     Formula: DeepSeek-V4 (DeepSeek-AI, 2026), compressed sparse and heavily compressed attention;
-    CANN's operator of this name.
+    CANN's operator of this name; pooled index keys as Transformers' glm5_next and qwen4_exp.
 
     Args:
         x: [B, S, H], or [T, H] with `cu_seqlens`.
         wkv: [coff*D, H], as nn.Linear has it.
-        wgate: [coff*D, H].
+        wgate: [coff*D, H], or None with `ape`: equal weights.
         state_cache: [pages, P, 2*coff*D] float32 (float64 beside a float64 x), kv and then z,
-            updated in place; pages may lie apart. None, and no `cmp_cache`: every request begins at
-            position 0, and the op has a gradient.
+            [pages, P, coff*D] without a gate, updated in place; pages may lie apart. None, and no
+            `cmp_cache`: every request begins at position 0, and the op has a gradient; gate, norm
+            and rotation are given then.
         ape: [m, coff*D] float32 (float64).
-        norm_weight: [D] float32 (float64).
+        norm_weight: [D] float32 (float64), or None: no norm.
         rope_sin: [B, ceil(S / m), dr] or [E, dr], a row for each of the output, at position w m;
-            dr is rope_head_dim, or half of it: one angle for each pair.
+            dr is rope_head_dim, or half of it: one angle for each pair. None: no rotation.
         rope_cos: as `rope_sin`.
         rope_head_dim: channels that are rotated, even; 0: none.
         cmp_ratio: m, tokens of a window.
@@ -95,6 +106,10 @@ def npu_compressor(
         hadamard: transform the entries.
         hadamard_round: what they are rounded to between that and 8 bits, "bf16" or "fp32".
         return_cmp_kv: also return the entries.
+        ln_weight: [D] float32 (float64), with `ln_bias`: a LayerNorm of every token's kv; coff 1.
+        ln_bias: [D] float32 (float64).
+        ln_eps: of the LayerNorm.
+        rope_slice: "last" or "first" channels are rotated.
 
     Returns:
         Entries [B, ceil(S / m), D], row c of a request being window start_pos // m + c, or
@@ -133,6 +148,17 @@ def npu_compressor(
                 f"`{name}` is given and `state_cache` is None, expected both or neither: without a "
                 "state every request begins at position 0.",
             )
+        needed = dict(wgate=wgate, ape=ape, norm_weight=norm_weight)
+        for name, tensor in (needed | dict(rope_sin=rope_sin, rope_cos=rope_cos)).items():
+            c.require(
+                tensor is not None,
+                f"`{name}` and `state_cache` are None, expected a state for entries without it.",
+            )
+        c.require(
+            ln_weight is None and ln_bias is None and rope_slice == "last",
+            "`ln_weight`, `ln_bias` or `rope_slice` is given and `state_cache` is None, expected a "
+            "state for such entries.",
+        )
         out = _ops.npu_compressor_dense(
             x,
             wkv,
@@ -177,6 +203,10 @@ def npu_compressor(
         hadamard=hadamard,
         hadamard_round=hadamard_round,
         return_cmp_kv=return_cmp_kv,
+        ln_weight=ln_weight,
+        ln_bias=ln_bias,
+        ln_eps=ln_eps,
+        rope_slice=rope_slice,
     )
     return out
 

@@ -5,6 +5,8 @@
     kv, z = x wkv^T, x wgate^T + ape[t mod m]      C = sum_t softmax_t(z) kv_t, channel by channel
     entry = hadamard(RoPE(RMSNorm(C)))
 
+Without a gate every z is 0 and the state kv alone; `_normalise` is the LayerNorm of every kv.
+
 Columns are independent up to the norm, so `_pool` takes blocks of them: its programs read the
 states that are history, and write none.  `_finish` ends a row, `_keep` writes the states, behind
 all who read them.  What the product's runs came to is added up where it is read.
@@ -14,13 +16,17 @@ reads its history while the product still runs.
 
     condition                                          kernels
     up to 8 tokens a request, and no more than a       prolog/nz_matmul.py then _step
-      window has, not packed; pairs, up to 1024
-      channels, an even number
+      window has, not packed; pairs or no rotation,
+      up to 1024 channels, an even number
+    the same with ln_weight                            prolog/nz_matmul.py, _normalise, _step
+    ln_weight                                          prolog/nz_matmul.py, _normalise,
+                                                       _pool, _finish, _keep
     else                                               prolog/nz_matmul.py, _pool, _finish, _keep
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +38,6 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import compressed, memory, quantised
 from ...dispatch.ops.deepseek_v4.compressor import Arguments
-from ...dispatch.ops.deepseek_v4.compressor_dense import Arguments as Dense
 from ..common import gpu, quantise, rows
 from ..common.tiling import power_of_two
 from ..prolog import nz_matmul
@@ -84,6 +89,7 @@ class Constants(NamedTuple):
     STARTS: int
     RATIO: int
     COFF: int
+    GATED: bool
     D: int
     RUNS: int
     STATE: bool
@@ -98,7 +104,9 @@ class Ending(NamedTuple):
     """What becomes of C."""
 
     BLOCK_D: int
+    NORMED: bool
     DR: int
+    FROM: int  # the first channel that is rotated
     PAIRS: bool
     STEP: int  # from the angle of a pair to the next
     HADAMARD: bool
@@ -204,6 +212,7 @@ def members(
     """(kv, z, token) of the i-th tokens that window `number` is made of, in channels d; z is -inf
     and kv 0 where there is none, token -1 where it is none of this call's."""
     WIDTH: tl.constexpr = C.COFF * C.D
+    EACH: tl.constexpr = WIDTH * (2 if C.GATED else 1)
     first, start, count = spans(request, of, C)
     position = (number - (C.COFF - 1)) * C.RATIO + i
     j = position - start
@@ -212,18 +221,20 @@ def members(
     on_d = (d < C.D)[None, :]
     channel = (i // C.RATIO * C.D)[:, None] + d[None, :]
     mask = own[:, None] & on_d
-    at = (first + j)[:, None] * (2 * WIDTH) + channel
+    at = (first + j)[:, None] * EACH + channel
     kv = _added(product, at, mask, run_stride, C.RUNS)
-    z = _added(product, at + WIDTH, mask, run_stride, C.RUNS)
-    z += tl.load(ape + (i % C.RATIO)[:, None] * WIDTH + channel, mask=mask, other=0.0)
+    if C.GATED:
+        z = _added(product, at + WIDTH, mask, run_stride, C.RUNS)
+        z += tl.load(ape + (i % C.RATIO)[:, None] * WIDTH + channel, mask=mask, other=0.0)
+    else:
+        z = tl.zeros_like(kv)
     there = own
     if C.STATE:
-        place, old = _state_at(
-            position, valid & (j < 0), request, of, 2 * WIDTH, state_page, C.RING
-        )
+        place, old = _state_at(position, valid & (j < 0), request, of, EACH, state_page, C.RING)
         mask = old[:, None] & on_d
         kv += tl.load(state + place[:, None] + channel, mask=mask, other=0.0)
-        z += tl.load(state + place[:, None] + channel + WIDTH, mask=mask, other=0.0)
+        if C.GATED:
+            z += tl.load(state + place[:, None] + channel + WIDTH, mask=mask, other=0.0)
         there = there | old
     return kv, tl.where(there[:, None], z, float("-inf")), tl.where(own, first + j, -1)
 
@@ -297,7 +308,7 @@ def turned(y, other, sin, cos, first):
 @triton.jit
 def partners(d, D: tl.constexpr, E: tl.constexpr):
     """(whether a channel is rotated, is the first of its pair, the other one, its angle)"""
-    k = tl.maximum(d - (D - E.DR), 0)
+    k = tl.maximum(d - E.FROM, 0)
     if E.PAIRS:
         first = k % 2 == 0
         other = tl.where(first, d + 1, d - 1)
@@ -307,7 +318,7 @@ def partners(d, D: tl.constexpr, E: tl.constexpr):
         first = k < HALF
         other = tl.where(first, d + HALF, d - HALF)
         pair = k % HALF
-    return (d >= D - E.DR) & (d < D), first, other, pair * E.STEP
+    return (d >= E.FROM) & (d < E.FROM + E.DR), first, other, pair * E.STEP
 
 
 @triton.jit
@@ -404,16 +415,19 @@ def _finish(
     mask = (d < C.D) & closed
     at = row.to(tl.int64) * C.D
     y = tl.load(pooled + at + d, mask=mask, other=0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(y * y, 0) / C.D + eps)
-    y = y * scale * tl.load(norm + d, mask=mask, other=0.0)
+    scale = 1.0
+    if E.NORMED:
+        scale = 1.0 / tl.sqrt(tl.sum(y * y, 0) / C.D + eps)
+        y = y * scale * tl.load(norm + d, mask=mask, other=0.0)
     if E.DR > 0:
         rotated, first, other, angle = partners(d, C.D, E)
         rotated = rotated & closed
         angle += row.to(tl.int64) * angle_row
         s = tl.load(sin + angle, mask=rotated, other=0.0).to(tl.float32)
         c = tl.load(cos + angle, mask=rotated, other=0.0).to(tl.float32)
-        z = tl.load(pooled + at + other, mask=rotated, other=0.0) * scale
-        z = z * tl.load(norm + other, mask=rotated, other=0.0)
+        z = tl.load(pooled + at + other, mask=rotated, other=0.0)
+        if E.NORMED:
+            z = z * scale * tl.load(norm + other, mask=rotated, other=0.0)
         y = tl.where(rotated, turned(y, z, s, c, first), y)
     to = Entries(
         out,
@@ -475,6 +489,7 @@ def _step(
     run_stride, row_stride, state_page, angle_row, values_page, scales_page, channels_page = strides
     of = Requests(bounds, used, starts, table, tokens, requests, table_stride, columns, pages, page)
     WIDTH: tl.constexpr = C.COFF * C.D
+    EACH: tl.constexpr = WIDTH * (2 if C.GATED else 1)
     HALVES: tl.constexpr = C.COFF
     if S.CHAINED and not S.SECOND:
         gdc_launch_dependents()
@@ -493,12 +508,15 @@ def _step(
         i = lo + tl.arange(0, S.BLOCK_L)
         position = begin + i
         place, there = _state_at(
-            position, (i < old) & (position >= 0), request, of, 2 * WIDTH, state_page, C.RING
+            position, (i < old) & (position >= 0), request, of, EACH, state_page, C.RING
         )
         at = state + place[:, None] + (i // C.RATIO * C.D)[:, None] + d[None, :]
         mask = there[:, None] & on_d[None, :]
         kv = tl.load(at, mask=mask, other=0.0)
-        z = tl.load(at + WIDTH, mask=mask, other=float("-inf"))
+        if C.GATED:
+            z = tl.load(at + WIDTH, mask=mask, other=float("-inf"))
+        else:
+            z = tl.where(mask, 0.0, float("-inf"))
         top, total, acc = _grown(top, total, acc, kv, z)
     tl.debug_barrier()  # every thread has read its history
     if S.CHAINED and not S.LATE:
@@ -511,23 +529,27 @@ def _step(
         kept = there
         if C.RING:
             kept = kept & (position >= start + count - columns.to(tl.int64) * page)
-        place, kept = _state_at(position, kept, request, of, 2 * WIDTH, state_page, C.RING)
+        place, kept = _state_at(position, kept, request, of, EACH, state_page, C.RING)
         share = position // C.RATIO - (number - (C.COFF - 1))
         for half in tl.static_range(HALVES):
             channel = half * C.D + d
             mask = on_d & there
             at = (first + j) * row_stride + channel
             kv = _added(product, at, mask, run_stride, C.RUNS)
-            z = _added(product, at + WIDTH, mask, run_stride, C.RUNS)
-            z += tl.load(ape + position % C.RATIO * WIDTH + channel, mask=mask, other=0.0)
             tl.store(state + place + channel, kv, mask=on_d & kept)
-            tl.store(state + place + channel + WIDTH, z, mask=on_d & kept)
+            if C.GATED:
+                z = _added(product, at + WIDTH, mask, run_stride, C.RUNS)
+                z += tl.load(ape + position % C.RATIO * WIDTH + channel, mask=mask, other=0.0)
+                tl.store(state + place + channel + WIDTH, z, mask=on_d & kept)
+            else:
+                z = tl.zeros_like(kv)
             z = tl.where(there & (number >= 0) & (share == half), z, float("-inf"))
             top, total, acc = _grown(top, total, acc, kv[None, :], z[None, :])
     if number >= (-1 if E.OUT else 0):
         y = tl.where(on_d & (number >= 0), acc / total, 0.0)
-        y *= 1.0 / tl.sqrt(tl.sum(y * y, 0) / C.D + eps)
-        y *= tl.load(norm + d, mask=on_d, other=0.0)
+        if E.NORMED:
+            y *= 1.0 / tl.sqrt(tl.sum(y * y, 0) / C.D + eps)
+            y *= tl.load(norm + d, mask=on_d, other=0.0)
         if E.DR > 0:
             rotated, is_first, _, angle = partners(d, C.D, E)
             rotated = rotated & (number >= 0)
@@ -579,6 +601,7 @@ def _keep(
     """The state of a token, or of those that a ring has room for."""
     of = Requests(bounds, used, starts, table, tokens, requests, table_stride, columns, pages, page)
     WIDTH: tl.constexpr = C.COFF * C.D
+    EACH: tl.constexpr = WIDTH * (2 if C.GATED else 1)
     token = tl.program_id(0)
     if C.PACKED:
         r = tl.arange(0, C.REQUESTS)
@@ -593,23 +616,50 @@ def _keep(
     kept = (j >= 0) & (j < count) & (position >= 0)
     if C.RING:
         kept = kept & (position >= start + count - columns.to(tl.int64) * page)
-    place, kept = _state_at(position, kept, request, of, 2 * WIDTH, state_page, C.RING)
+    place, kept = _state_at(position, kept, request, of, EACH, state_page, C.RING)
     if kept:
         w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-        mask = w < 2 * WIDTH
-        x = _added(product, token.to(tl.int64) * (2 * WIDTH) + w, mask, run_stride, C.RUNS)
-        of_z = mask & (w >= WIDTH)
-        x += tl.load(ape + position % C.RATIO * WIDTH + w - WIDTH, mask=of_z, other=0.0)
+        mask = w < EACH
+        x = _added(product, token.to(tl.int64) * EACH + w, mask, run_stride, C.RUNS)
+        if C.GATED:
+            of_z = mask & (w >= WIDTH)
+            x += tl.load(ape + position % C.RATIO * WIDTH + w - WIDTH, mask=of_z, other=0.0)
         tl.store(state + place + w, x, mask=mask)
 
 
+@triton.jit
+def _normalise(
+    product,
+    run_stride,
+    weight,
+    bias,
+    eps,
+    C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The first run of a token's row becomes the LayerNorm of kv, and z, of what all runs add up
+    to; a token of nobody too."""
+    EACH: tl.constexpr = C.D * (2 if C.GATED else 1)
+    d = tl.arange(0, BLOCK_D)
+    mask = d < C.D
+    at = tl.program_id(0).to(tl.int64) * EACH + d
+    kv = _added(product, at, mask, run_stride, C.RUNS)
+    kv = tl.where(mask, kv - tl.sum(kv, 0) / C.D, 0.0)
+    kv *= 1.0 / tl.sqrt(tl.sum(kv * kv, 0) / C.D + eps)
+    kv = kv * tl.load(weight + d, mask=mask, other=0.0) + tl.load(bias + d, mask=mask, other=0.0)
+    tl.store(product + at, kv, mask=mask)
+    if C.GATED and C.RUNS > 1:
+        z = _added(product, at + C.D, mask, run_stride, C.RUNS)
+        tl.store(product + at + C.D, z, mask=mask)
+
+
 def unsupported(
-    x: Tensor, norm_weight: Tensor, cu_seqlens: Tensor | None, **arguments: Any
+    x: Tensor, wkv: Tensor, coff: int, cu_seqlens: Tensor | None, **arguments: Any
 ) -> str | None:
     if x.dtype is torch.float64 or (x.is_cuda and x.dtype is torch.float32):
         return f"x is {x.dtype}, supported float16 and bfloat16"
-    if norm_weight.shape[0] > MOST_CHANNELS:
-        return f"{norm_weight.shape[0]} channels, supported up to {MOST_CHANNELS}"
+    if (size := compressed.channels(wkv, coff)) > MOST_CHANNELS:
+        return f"{size} channels, supported up to {MOST_CHANNELS}"
     if cu_seqlens is not None and cu_seqlens.shape[0] > MOST_REQUESTS:
         return f"{cu_seqlens.shape[0] - 1} packed requests, supported up to {MOST_REQUESTS - 1}"
     return rows.too_many(x.shape[:-1].numel(), "tokens")
@@ -638,6 +688,7 @@ def _asked(
     state: Tensor | None,
     table: Tensor | None,
     ring: bool,
+    gated: bool = True,
     ends: bool = False,
 ) -> tuple[dict[str, Any], Constants]:
     """(the requests and the pages of their states by name, what is known of them)"""
@@ -650,6 +701,7 @@ def _asked(
         STARTS=AT_0 if start_pos is None else ENDS if ends else BEGINS,
         RATIO=ratio,
         COFF=coff,
+        GATED=gated,
         D=size,
         RUNS=runs,
         STATE=state is not None,
@@ -675,8 +727,45 @@ def _factors(x: Tensor, weights: list[Tensor]) -> tuple[Tensor, list[tuple[Tenso
     return x.reshape(-1, x.shape[-1]).contiguous(), [(w.contiguous(), w.shape[0]) for w in weights]
 
 
+def _weights(a: Mapping[str, Any]) -> list[Tensor]:
+    return [a["wkv"]] if a["wgate"] is None else [a["wkv"], a["wgate"]]
+
+
+def _normalised(product: Tensor, a: Mapping[str, Any]) -> Tensor:
+    """What stands for the product behind the LayerNorm, if there is one."""
+    weight = a.get("ln_weight")
+    if weight is None:
+        return product
+    size, block = weight.shape[0], power_of_two(weight.shape[0])
+    _, constants = _asked(
+        a["x"],
+        None,
+        None,
+        None,
+        1,
+        1,
+        size,
+        product.shape[0],
+        None,
+        None,
+        False,
+        a["wgate"] is not None,
+    )
+    launches.kernel(_normalise, product.shape[1])(
+        product,
+        product.stride(0),
+        weight,
+        a["ln_bias"],
+        a["ln_eps"],
+        C=constants,
+        BLOCK_D=block,
+        num_warps=min(8, max(1, block // 256)),
+    )
+    return product[:1]
+
+
 def pool(
-    a: Dense,
+    a: Mapping[str, Any],
     shape: list[int],
     start_pos: Tensor | None = None,
     state: Tensor | None = None,
@@ -685,9 +774,10 @@ def pool(
     peaks: bool = False,
 ) -> Pooled:
     """C [E, D] in float32 of the windows that close, for an output of that `shape`."""
-    x, ape, size, coff = a["x"], a["ape"], a["norm_weight"].shape[0], a["coff"]
-    ratio, factors = ape.shape[0], _factors(x, [a["wkv"], a["wgate"]])
+    x, ape, coff, ratio = a["x"], a["ape"], a["coff"], a["cmp_ratio"]
+    size, factors = compressed.channels(a["wkv"], coff), _factors(x, _weights(a))
     product = nz_matmul.product(*factors, "linear", keep_float=True, first=True)
+    product = _normalised(product, a)
     asked, constants = _asked(
         x,
         a["cu_seqlens"],
@@ -700,6 +790,7 @@ def pool(
         state,
         table,
         ring,
+        ape is not None,
     )
     count = torch.Size(shape).numel()
     out = memory.empty((count, size), torch.float32, x.device)
@@ -708,7 +799,7 @@ def pool(
     launches.kernel(_pool, count, triton.cdiv(size, block))(
         product,
         product.stride(0),
-        ape,
+        product if ape is None else ape,
         product if state is None else state,
         0 if state is None else state.stride(0),
         out,
@@ -724,26 +815,32 @@ def pool(
     return Pooled(product, out, logs, max(shape[-1], 1), asked, constants)
 
 
-def ending(
-    rope_sin: Tensor, size: int, rotary: int, rotary_mode: int, hadamard: bool, **more: Any
-) -> Ending:
-    pairs = rotary_mode == compressed.PAIRS
-    full = rope_sin.shape[-1] == rotary
+def ending(a: Mapping[str, Any], size: int, **more: Any) -> Ending:
+    rope_sin, rotary = a["rope_sin"], a["rope_head_dim"]
+    pairs = a["rotary_mode"] == compressed.PAIRS
+    full = rope_sin is not None and rope_sin.shape[-1] == rotary
+    first = a.get("rope_slice") == compressed.FIRST
     given = dict(OUT=True, CACHE=False, KIND=quantise.PLAIN.value, BF16=False)
     return Ending(
         BLOCK_D=power_of_two(size),
+        NORMED=a["norm_weight"] is not None,
         DR=rotary,
+        FROM=0 if first else size - rotary,
         PAIRS=pairs,
         STEP=2 if full and pairs else 1,
-        HADAMARD=hadamard,
+        HADAMARD=a["hadamard"],
         SCALE=size**-0.5,
         ROUNDS=power_of_two(size).bit_length() - 1,
         **given | more,
     )
 
 
-def angles(rope_sin: Tensor, rope_cos: Tensor) -> tuple[Tensor, Tensor, int]:
-    """(sines, cosines, numbers from one row to the next)"""
+def angles(
+    rope_sin: Tensor | None, rope_cos: Tensor | None, absent: Tensor
+) -> tuple[Tensor, Tensor, int]:
+    """(sines, cosines, numbers from one row to the next); `absent` for those that are not read."""
+    if rope_sin is None or rope_cos is None:
+        return absent, absent, 0
     sin, cos = (each.flatten(0, -2) for each in (rope_sin, rope_cos))
     if sin.stride(0) != cos.stride(0):
         sin, cos = sin.contiguous(), cos.contiguous()
@@ -752,7 +849,7 @@ def angles(rope_sin: Tensor, rope_cos: Tensor) -> tuple[Tensor, Tensor, int]:
 
 def finish(
     made: Pooled,
-    a: Dense,
+    a: Mapping[str, Any],
     out: Tensor,
     end: Ending,
     values: Tensor | None = None,
@@ -760,12 +857,12 @@ def finish(
     channels: Tensor | None = None,
     table: Tensor | None = None,
 ) -> None:
-    sin, cos, angle_row = angles(a["rope_sin"], a["rope_cos"])
     absent = made.rows
+    sin, cos, angle_row = angles(a["rope_sin"], a["rope_cos"], absent)
     given = {n: made.requests[n] for n in ("bounds", "used", "starts", "tokens", "requests")}
     launches.kernel(_finish, made.rows.shape[0])(
         made.rows,
-        a["norm_weight"],
+        absent if a["norm_weight"] is None else a["norm_weight"],
         sin,
         cos,
         angle_row,
@@ -798,7 +895,8 @@ class _Stored(NamedTuple):
 
 def _stored(a: Arguments) -> _Stored:
     x, cmp_cache, kind = a["x"], a["cmp_cache"], a["kind"]
-    size, shape = a["norm_weight"].shape[0], compressed.rows(x, a["cu_seqlens"], a["cmp_ratio"])
+    size = compressed.channels(a["wkv"], a["coff"])
+    shape = compressed.rows(x, a["cu_seqlens"], a["cmp_ratio"])
     out = memory.empty((*shape, size) if a["return_cmp_kv"] else (0,), x.dtype, x.device)
     how = dict(CACHE=cmp_cache is not None and cmp_cache.numel() > 0, OUT=a["return_cmp_kv"])
     values, scales, channels = cmp_cache, a["cmp_scale_cache"], None
@@ -813,13 +911,12 @@ def _stored(a: Arguments) -> _Stored:
             values = cmp_cache.view(quantised.VALUES[kind])
         values = quantise.in_bytes(values)
         how |= dict(KIND=quantise.kind_of(kind), BF16=a["hadamard_round"] == "bf16")
-    end = ending(a["rope_sin"], size, a["rope_head_dim"], a["rotary_mode"], a["hadamard"], **how)
-    return _Stored(out, values, scales, channels, end)
+    return _Stored(out, values, scales, channels, ending(a, size, **how))
 
 
 def is_few(**a: Unpack[Arguments]) -> bool:
     """Whether a program does all of a request."""
-    size, rotary = a["norm_weight"].shape[0], a["rope_head_dim"]
+    size, rotary = compressed.channels(a["wkv"], a["coff"]), a["rope_head_dim"]
     return (
         a["cu_seqlens"] is None
         and a["x"].shape[1] <= min(FEW, a["cmp_ratio"])
@@ -834,15 +931,19 @@ def is_few(**a: Unpack[Arguments]) -> bool:
 
 def steps(*calls: Arguments, ends: bool = False) -> list[Tensor]:
     """One or two calls on the same x, each of few tokens; `ends`: their `start_pos` is where
-    requests end.  The second one begins when the product has ended, beside the first."""
+    requests end.  The second one begins when the product has ended, beside the first.  One that
+    has a LayerNorm comes alone."""
     x = calls[0]["x"]
-    factors = _factors(x, [w for a in calls for w in (a["wkv"], a["wgate"])])
+    factors = _factors(x, [w for a in calls for w in _weights(a)])
     product = nz_matmul.product(*factors, "linear", keep_float=True, first=True)
+    if len(calls) == 1:
+        product = _normalised(product, calls[0])
     chained = gpu.has_chained_launch(x.device)
     outs: list[Tensor] = []
     column = 0
     for number, a in enumerate(calls):
-        size, coff, state = a["norm_weight"].shape[0], a["coff"], a["state_cache"]
+        ape, norm, coff, state = a["ape"], a["norm_weight"], a["coff"], a["state_cache"]
+        size = compressed.channels(a["wkv"], coff)
         made, table = _stored(a), a["cmp_block_table"]
         asked, constants = _asked(
             x,
@@ -856,16 +957,17 @@ def steps(*calls: Arguments, ends: bool = False) -> list[Tensor]:
             state,
             a["state_block_table"],
             a["cache_mode"] == compressed.RING,
+            ape is not None,
             ends,
         )
-        sin, cos, angle_row = angles(a["rope_sin"], a["rope_cos"])
+        sin, cos, angle_row = angles(a["rope_sin"], a["rope_cos"], product)
         stores = [made.values, made.scales, made.channels]
         BLOCK_L = min(32, power_of_two(coff * a["cmp_ratio"]))
         launches.kernel(_step, x.shape[0])(
             product[..., column:],
-            a["ape"],
+            product if ape is None else ape,
             state,
-            a["norm_weight"],
+            product if norm is None else norm,
             sin,
             cos,
             made.out,
@@ -890,14 +992,14 @@ def steps(*calls: Arguments, ends: bool = False) -> list[Tensor]:
             num_warps=max(4, min(16, BLOCK_L * power_of_two(size) // 512)),
             launch_pdl=chained,
         )
-        column += 2 * coff * size
+        column += sum(w.shape[0] for w in _weights(a))
         outs.append(made.out)
     return outs
 
 
 def forward(**a: Unpack[Arguments]) -> Tensor:
     x, state_cache, cu_seqlens = a["x"], a["state_cache"], a["cu_seqlens"]
-    size = a["norm_weight"].shape[0]
+    size = compressed.channels(a["wkv"], a["coff"])
     if nothing(x, cu_seqlens, size):
         return _stored(a).out.zero_()
     if is_few(**a):
@@ -916,13 +1018,13 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
             to.channels,
             a["cmp_block_table"],
         )
-    width = 2 * a["coff"] * size
+    width = state_cache.shape[-1]
     tokens = made.product.shape[1]
     if state_cache.numel() and a["state_block_table"].numel():
         launches.kernel(_keep, tokens, triton.cdiv(width, WIDE))(
             made.product,
             made.product.stride(0),
-            a["ape"],
+            made.product if a["ape"] is None else a["ape"],
             state_cache,
             state_cache.stride(0),
             **made.requests,

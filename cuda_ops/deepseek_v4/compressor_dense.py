@@ -25,6 +25,5 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
     if nothing(x, cu_seqlens, size):
         return out.zero_()
     made = pool(a, shape)
-    end = ending(a["rope_sin"], size, a["rope_head_dim"], a["rotary_mode"], a["hadamard"])
-    finish(made, a, out, end)
+    finish(made, a, out, ending(a, size))
     return out

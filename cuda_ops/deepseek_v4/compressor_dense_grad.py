@@ -179,7 +179,7 @@ def backward(**arguments: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Te
     d_pooled = memory.empty(made.rows.shape, torch.float32, device)
     d_norm = memory.empty(made.rows.shape, torch.float32, device)
     grads = arguments["d_out"].flatten(0, -2)
-    sin, cos, angle_row = angles(arguments["rope_sin"], arguments["rope_cos"])
+    sin, cos, angle_row = angles(arguments["rope_sin"], arguments["rope_cos"], made.rows)
     given = {n: made.requests[n] for n in ("bounds", "used", "starts", "tokens", "requests")}
     launches.kernel(_entry, made.rows.shape[0])(
         grads,
@@ -195,13 +195,7 @@ def backward(**arguments: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Te
         **given,
         each=made.each,
         C=made.constants,
-        E=ending(
-            arguments["rope_sin"],
-            size,
-            arguments["rope_head_dim"],
-            arguments["rotary_mode"],
-            arguments["hadamard"],
-        ),
+        E=ending(arguments, size),
         num_warps=4,
     )
     tokens = made.product.shape[1]

@@ -23,6 +23,7 @@ from . import layout, paged
 
 HALVES, PAIRS = 1, 2  # rotary_mode
 BY_PAGE, RING = 1, 2  # cache_mode
+FIRST, LAST = SLICES = "first", "last"  # rope_slice
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ def tokens_of(
     position = (start[request] + j).clamp(min=-1)
     absent = (j < 0) | (j >= count[request])
     return Tokens(request, position.masked_fill(absent, -1), first, start, count)
+
+
+def channels(wkv: Tensor, coff: int) -> int:
+    """D, of an entry."""
+    return wkv.shape[0] // coff
 
 
 def rows(x: Tensor, cu_seqlens: Tensor | None, ratio: Any) -> list[Any]:

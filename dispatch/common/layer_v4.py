@@ -145,6 +145,10 @@ class Layer:
             cmp_block_table=self.cmp_block_table,
             hadamard_round=self.hadamard_round,
             return_cmp_kv=False,
+            ln_weight=None,
+            ln_bias=None,
+            ln_eps=0.0,
+            rope_slice=compressed.LAST,
             coff=own["wkv"].shape[0] // own["norm_weight"].shape[0],
         )
 

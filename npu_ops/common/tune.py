@@ -282,6 +282,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
     # windows of few tokens, and of many
     "compressor.pool": tuple(Config({"ROWS": rows, "CHANNELS": 128}) for rows in (4, 8)),
     "compressor.finish": (Config({}),),
+    "compressor.normalise": (Config({}),),
     "compressor.keep": (Config({"WIDTH": 1024}),),
 }
 

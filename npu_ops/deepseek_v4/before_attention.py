@@ -363,13 +363,11 @@ class HeadConstants(NamedTuple):
     ENTRY_PACKED: tl.constexpr  # tokens are packed
     ENTRY_SIZE: tl.constexpr
     ENTRY_ROTARY: tl.constexpr  # dims that turn
-    ENTRY_PAIRS: tl.constexpr  # the dims that an angle turns are neighbours
-    ENTRY_FULL: tl.constexpr  # each angle comes twice
+    ENTRY_TURN: tl.constexpr  # how, as `finish` has it
     KEY_PACKED: tl.constexpr  # the same of index keys
     KEY_SIZE: tl.constexpr
     KEY_ROTARY: tl.constexpr
-    KEY_PAIRS: tl.constexpr
-    KEY_FULL: tl.constexpr
+    KEY_TURN: tl.constexpr
     STATE_PACKED: tl.constexpr  # tokens are packed
     STATE_COFF: tl.constexpr  # windows that an entry spans
     STATE_RING: tl.constexpr  # states are those of the last positions
@@ -389,9 +387,9 @@ def heads(
     the launch before reads."""
     of_heads(*head, C.HEAD_SIZE, C.HEAD_INDEX, C.HEAD_ROTARY, C.HEAD_USED, HEAD_TILE)
     if entry.values is not None:
-        finish(*entry, C.ENTRY_PACKED, C.ENTRY_SIZE, C.ENTRY_ROTARY, C.ENTRY_PAIRS, C.ENTRY_FULL)
+        finish(*entry, C.ENTRY_PACKED, C.ENTRY_SIZE, C.ENTRY_ROTARY, C.ENTRY_TURN, False)
     if key.values is not None:
-        finish(*key, C.KEY_PACKED, C.KEY_SIZE, C.KEY_ROTARY, C.KEY_PAIRS, C.KEY_FULL)
+        finish(*key, C.KEY_PACKED, C.KEY_SIZE, C.KEY_ROTARY, C.KEY_TURN, False)
     if state.product is not None:
         keep(*state, C.STATE_PACKED, C.STATE_COFF, C.STATE_RING, WIDTH)
 

@@ -4,6 +4,7 @@
 dispatch/reference/deepseek_v4/compressor.py.
 
     project   cube     kv and z of every token, in parts of the depth
+    normalise vector   the LayerNorm of kv, if there is one
     pool      vector   C of the windows that close, by blocks of channels: history and own tokens
     finish    vector   norm, rotation, the output and the entries' pages
     keep      vector   the states of this call's tokens
@@ -13,7 +14,8 @@ Two compressors of the same tokens, of entries and of index keys, are one launch
 
 `pool` alone reads states and `keep` alone writes them, behind it: however often a launch is begun
 anew, history is what it was before the call.  Positions are scalars of 64 bits.  A page or a window
-that is not there makes empty copies: the mask is a bound on their length.
+that is not there makes empty copies: the mask is a bound on their length.  Without a gate, `ape`
+None, every z is 0, and no product and no state has one.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from ..common.cores import turn
 from ..common.front_end import insert_slice
 from ..common.lengths import within
 
+HALVES = tl.constexpr(compressed.HALVES)  # how channels turn
+FULL_PAIRS = tl.constexpr(3)  # pairs, of whose angles every second one counts
 _PARTS = 8  # of the depth, at most
 _CHANNELS = 2048  # of an entry, which UB holds at once
 
@@ -125,7 +129,9 @@ def project(
 ):
     """out [parts, rows, kv and z of `width` each, those of `next_width`], whose sum over the parts
     is the product."""
-    out_row = 2 * (width + next_width)
+    out_row = width + next_width
+    if wgate is not None:
+        out_row = 2 * out_row
     first = _products(
         x,
         wkv,
@@ -146,26 +152,27 @@ def project(
         COLUMNS,
         DEPTH,
     )
-    first = _products(
-        x,
-        wgate,
-        out + width,
-        width,
-        first,
-        rows,
-        depth,
-        parts,
-        x_row,
-        gate_row,
-        out_row,
-        out_part,
-        WHOLE_M,
-        WHOLE_N,
-        WHOLE_K,
-        ROWS,
-        COLUMNS,
-        DEPTH,
-    )
+    if wgate is not None:
+        first = _products(
+            x,
+            wgate,
+            out + width,
+            width,
+            first,
+            rows,
+            depth,
+            parts,
+            x_row,
+            gate_row,
+            out_row,
+            out_part,
+            WHOLE_M,
+            WHOLE_N,
+            WHOLE_K,
+            ROWS,
+            COLUMNS,
+            DEPTH,
+        )
     if next_kv is not None:
         of_next = out + 2 * width
         first = _products(
@@ -338,7 +345,9 @@ def pool(
     d = tl.arange(0, CHANNELS)
     tiles = (size + CHANNELS - 1) // CHANNELS
     all_tiles = tiles + (next_size + CHANNELS - 1) // CHANNELS
-    of_token = 2 * COFF * (size + next_size)
+    of_token = COFF * (size + next_size)
+    if ape is not None:
+        of_token = 2 * of_token
     own_size = size
     of_product = product
     of_ape = ape
@@ -362,6 +371,9 @@ def pool(
             to_row = out + tl.where(of_next, size, 0)
         first_d = tile * CHANNELS
         width = COFF * own_size
+        of_state_row = width
+        if ape is not None:
+            of_state_row = 2 * width
         request, before, number = _window(
             row, request, before, each, bounds, used, starts, tokens, requests, ratio, PACKED
         )
@@ -396,17 +408,24 @@ def pool(
                     low = tl.maximum(at_page, begin).to(tl.int32)
                     high = tl.where(there, tl.minimum(at_page + page, own), 0).to(tl.int32)
                     for i in range(low, high, ROWS):
-                        at = (i - at_page + r)[:, None] * (2 * width) + channel
+                        at = (i - at_page + r)[:, None] * of_state_row + channel
                         on = (r < high - i)[:, None]
                         kv = tl.load(of_page + at, mask=on & on_d, other=0.0)
-                        z = tl.load(of_page + at + width, mask=on & on_d, other=0.0)
+                        if ape is not None:
+                            z = tl.load(of_page + at + width, mask=on & on_d, other=0.0)
+                        else:
+                            z = tl.zeros((ROWS, CHANNELS), tl.float32)
                         top, total, acc = _pooled(kv, z, on, top, total, acc)
             for i in range(own, end, ROWS):
                 at = (first + base - start + i + r)[:, None] * of_token + channel
                 on = (r < end - i)[:, None]
                 kv = _added(of_product, at, on & on_d, parts, out_part)
-                z = _added(of_product, at + width, on & on_d, parts, out_part)
-                z += tl.load(of_ape + (i + r)[:, None] * width + channel, mask=on & on_d, other=0.0)
+                if ape is not None:
+                    z = _added(of_product, at + width, on & on_d, parts, out_part)
+                    of_row = of_ape + (i + r)[:, None] * width + channel
+                    z += tl.load(of_row, mask=on & on_d, other=0.0)
+                else:
+                    z = tl.zeros((ROWS, CHANNELS), tl.float32)
                 top, total, acc = _pooled(kv, z, on, top, total, acc)
         to = to_row + row.to(tl.int64) * (size + next_size) + first_d + d
         tl.store(to, acc / total, mask=d < tl.where(number >= 0, own_size - first_d, 0))
@@ -470,10 +489,15 @@ def finish(
     PACKED: tl.constexpr,
     SIZE: tl.constexpr,
     ROTARY: tl.constexpr,
-    PAIRS: tl.constexpr,
-    FULL: tl.constexpr,
+    TURN: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
+    """TURN: HALVES, PAIRS or FULL_PAIRS; FIRST: the first channels turn."""
     PLAIN: tl.constexpr = SIZE - ROTARY
+    AT: tl.constexpr = 0 if FIRST else PLAIN
+    BESIDE: tl.constexpr = ROTARY if FIRST else 0
+    PAIRS: tl.constexpr = TURN != HALVES
+    FULL: tl.constexpr = TURN == FULL_PAIRS
     e = tl.arange(0, SIZE)
     one = tl.arange(0, 1)
     request = 0
@@ -487,32 +511,35 @@ def finish(
         squares = 0.0
         if PLAIN > 0:
             d = tl.arange(0, PLAIN)
-            plain = tl.load(pooled + at + d, mask=d < tl.where(closes, PLAIN, 0), other=0.0)
+            of_plain = pooled + at + BESIDE + d
+            plain = tl.load(of_plain, mask=d < tl.where(closes, PLAIN, 0), other=0.0)
             squares += tl.sum(plain * plain, 0)
         if ROTARY > 0:
             there = tl.where(closes, ROTARY if PAIRS else ROTARY // 2, 0)
-            left, right = _both(pooled + at + PLAIN, there, ROTARY, PAIRS)
+            left, right = _both(pooled + at + AT, there, ROTARY, PAIRS)
             squares += tl.sum(left * left, 0) + tl.sum(right * right, 0)
-        scale = 1.0 / tl.sqrt(squares / SIZE + epsilon)
-        if PLAIN > 0:
-            plain = plain * scale * tl.load(gamma + d)
+        if gamma is not None:
+            scale = 1.0 / tl.sqrt(squares / SIZE + epsilon)
+            if PLAIN > 0:
+                plain = plain * scale * tl.load(gamma + BESIDE + d)
+            if ROTARY > 0:
+                g0, g1 = _both(gamma + AT, ROTARY, ROTARY, PAIRS)
+                left = left * scale * g0
+                right = right * scale * g1
         if ROTARY > 0:
-            g0, g1 = _both(gamma + PLAIN, ROTARY, ROTARY, PAIRS)
             s = _angle(sin + row.to(tl.int64) * angle_row, ROTARY, FULL)
             c = _angle(cos + row.to(tl.int64) * angle_row, ROTARY, FULL)
-            left = left * scale * g0
-            right = right * scale * g1
             turned = left * c - right * s
             right = right * c + left * s
             u = tl.zeros((SIZE,), tl.float32)
             if PLAIN > 0:
-                u = insert_slice(u, plain, (0,), (PLAIN,), (1,))
+                u = insert_slice(u, plain, (BESIDE,), (PLAIN,), (1,))
             if PAIRS:
                 both = tl.join(turned, right).reshape(ROTARY)
-                u = insert_slice(u, both, (PLAIN,), (ROTARY,), (1,))
+                u = insert_slice(u, both, (AT,), (ROTARY,), (1,))
             else:
-                u = insert_slice(u, turned, (PLAIN,), (ROTARY // 2,), (1,))
-                u = insert_slice(u, right, (PLAIN + ROTARY // 2,), (ROTARY // 2,), (1,))
+                u = insert_slice(u, turned, (AT,), (ROTARY // 2,), (1,))
+                u = insert_slice(u, right, (AT + ROTARY // 2,), (ROTARY // 2,), (1,))
         else:
             u = plain
         if out is not None:
@@ -573,7 +600,9 @@ def keep(
     w = tl.arange(0, WIDTH)
     tiles = (COFF * size + WIDTH - 1) // WIDTH
     all_tiles = tiles + (COFF * next_size + WIDTH - 1) // WIDTH
-    of_token = 2 * COFF * (size + next_size)
+    of_token = COFF * (size + next_size)
+    if ape is not None:
+        of_token = 2 * of_token
     width = COFF * size
     of_product = product
     of_ape = ape
@@ -611,15 +640,46 @@ def keep(
         there = there & (number >= 0) & (number < pages)
         on = w < tl.where(there, width - at, 0)
         of_page = of_state + tl.where(there, number, 0).to(tl.int64) * own_page
-        to = of_page + tl.maximum(position, 0) % page * (2 * width) + at + w
         from_ = token.to(tl.int64) * of_token + at + w
-        z = _added(of_product, from_ + width, on, parts, out_part)
-        z += tl.load(of_ape + tl.maximum(position, 0) % ratio * width + at + w, mask=on, other=0.0)
+        inner = tl.maximum(position, 0) % page
+        if ape is not None:
+            to = of_page + inner * (2 * width) + at + w
+            z = _added(of_product, from_ + width, on, parts, out_part)
+            of_row = of_ape + tl.maximum(position, 0) % ratio * width + at + w
+            z += tl.load(of_row, mask=on, other=0.0)
+            tl.store(to + width, z, mask=on)
+        else:
+            to = of_page + inner * width + at + w
         tl.store(to, _added(of_product, from_, on, parts, out_part), mask=on)
-        tl.store(to + width, z, mask=on)
 
 
-def _cut(rows: int, widths: list[int], depth: int) -> tuple[tune.Config, int]:
+@entry.jit(do_not_specialize=["rows", "parts", "row_length", "out_part", "epsilon"])
+def normalise(
+    product,
+    out,
+    weight,
+    bias,
+    rows,
+    parts,
+    row_length,
+    out_part,
+    epsilon,
+    GATED: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """out [rows, kv, and z if GATED]: the LayerNorm of kv, and z, of what the parts add up to."""
+    d = tl.arange(0, SIZE)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        at = row.to(tl.int64) * row_length + d
+        kv = _added(product, at, d < SIZE, parts, out_part)
+        kv = kv - tl.sum(kv, 0) / SIZE
+        kv = kv * (1.0 / tl.sqrt(tl.sum(kv * kv, 0) / SIZE + epsilon))
+        tl.store(out + at, kv * tl.load(weight + d) + tl.load(bias + d))
+        if GATED:
+            tl.store(out + at + SIZE, _added(product, at + SIZE, d < SIZE, parts, out_part))
+
+
+def _cut(rows: int, widths: list[int], depth: int, sides: int) -> tuple[tune.Config, int]:
     """Tiles, and the parts of the depth with which a core of 24 reads the least: from the shapes
     alone, like all that decides about a sum."""
     table = tune.TABLE["compressor.project"]
@@ -627,7 +687,7 @@ def _cut(rows: int, widths: list[int], depth: int) -> tuple[tune.Config, int]:
     found = tune.ranked(table, "ROWS", min(rows, tallest))
     config = tune.choose("compressor.project", found)
     step = config.tiles["DEPTH"]
-    tiles = tile_count(rows, widths, config)
+    tiles = tile_count(rows, widths, config, sides)
 
     def cost(n: int) -> int:
         return triton.cdiv(n * tiles, tiling.A3.cube_cores) * triton.cdiv(depth, n)
@@ -635,19 +695,20 @@ def _cut(rows: int, widths: list[int], depth: int) -> tuple[tune.Config, int]:
     return config, min([1, *(n for n in range(2, _PARTS + 1) if depth % (n * step) == 0)], key=cost)
 
 
-def tile_count(rows: int, widths: list[int], config: tune.Config) -> int:
+def tile_count(rows: int, widths: list[int], config: tune.Config, sides: int = 2) -> int:
+    """`sides`: 2, kv and z; 1 without a gate."""
     across = sum(triton.cdiv(width, config.tiles["COLUMNS"]) for width in widths)
-    return 2 * triton.cdiv(rows, config.tiles["ROWS"]) * across
+    return sides * triton.cdiv(rows, config.tiles["ROWS"]) * across
 
 
 class Own(NamedTuple):
     """What each of two compressors of the same tokens has for itself."""
 
     wkv: Tensor
-    wgate: Tensor
+    wgate: Tensor | None
     state_cache: Tensor
-    ape: Tensor
-    norm_weight: Tensor
+    ape: Tensor | None
+    norm_weight: Tensor | None
     cmp_cache: Tensor | None
     cmp_scale_cache: Tensor | None
 
@@ -658,8 +719,10 @@ def joined(first: Own, second: Own) -> bool:
     return alike and first.state_cache.numel() * second.state_cache.numel() > 0
 
 
-def unsupported(x: Tensor, norm_weight: Tensor, kind: str, hadamard: bool, **_: Any) -> str | None:
-    size = norm_weight.shape[0]
+def unsupported(
+    x: Tensor, wkv: Tensor, coff: int, kind: str, hadamard: bool, **_: Any
+) -> str | None:
+    size = compressed.channels(wkv, coff)
     if size % 16 or size > _CHANNELS:
         return f"entries have {size} channels, the kernels take multiples of 16 up to {_CHANNELS}"
     if hadamard:
@@ -677,12 +740,12 @@ class Call:
         self,
         x: Tensor,
         wkv: Tensor,
-        wgate: Tensor,
+        wgate: Tensor | None,
         state_cache: Tensor,
-        ape: Tensor,
-        norm_weight: Tensor,
-        rope_sin: Tensor,
-        rope_cos: Tensor,
+        ape: Tensor | None,
+        norm_weight: Tensor | None,
+        rope_sin: Tensor | None,
+        rope_cos: Tensor | None,
         rope_head_dim: int,
         cmp_ratio: int,
         state_block_table: Tensor,
@@ -697,10 +760,14 @@ class Call:
         cmp_scale_cache: Tensor | None,
         cmp_block_table: Tensor | None,
         return_cmp_kv: bool,
+        ln_weight: Tensor | None,
+        ln_bias: Tensor | None,
+        ln_eps: float,
+        rope_slice: str,
         second: Own | None = None,
         **_: Any,
     ) -> None:
-        size, shape = norm_weight.shape[0], compressed.rows(x, cu_seqlens, cmp_ratio)
+        size, shape = compressed.channels(wkv, coff), compressed.rows(x, cu_seqlens, cmp_ratio)
         self.returned = return_cmp_kv
         self.out = memory.empty((*shape, size) if return_cmp_kv else (0,), x.dtype, x.device)
         self.flat = x.reshape(-1, x.shape[-1])
@@ -710,8 +777,11 @@ class Call:
         self.nothing = self.rows * requests * size == 0
         first = Own(wkv, wgate, state_cache, ape, norm_weight, cmp_cache, cmp_scale_cache)
         self.owns = [first] if second is None else [first, second]
-        self.sizes = [own.norm_weight.shape[0] for own in self.owns]
+        self.sizes = [compressed.channels(own.wkv, coff) for own in self.owns]
         self.widths = [coff * each for each in self.sizes]
+        self.sides = 1 if wgate is None else 2
+        self.norm = None if ln_weight is None else (ln_weight, ln_bias, ln_eps)
+        self.first = rope_slice == compressed.FIRST
         self.ratio, self.entries = cmp_ratio, torch.Size(shape).numel()
         self.pooled = memory.empty((self.entries, sum(self.sizes)), torch.float32, x.device)
         self.stateful = state_cache.numel() * state_block_table.numel() > 0
@@ -743,29 +813,32 @@ class Call:
             page=state_cache.shape[1],
             RING=cache_mode == compressed.RING,
         )
-        sin, cos = (angles.flatten(0, -2) for angles in (rope_sin, rope_cos))
-        if sin.stride(0) != cos.stride(0):
-            sin, cos = sin.contiguous(), cos.contiguous()
-        pairs = rotary_mode == compressed.PAIRS
+        sin = cos = None
+        turn = rotary_mode
+        if rope_sin is not None and rope_cos is not None:
+            sin, cos = (angles.flatten(0, -2) for angles in (rope_sin, rope_cos))
+            if sin.stride(0) != cos.stride(0):
+                sin, cos = sin.contiguous(), cos.contiguous()
+            if rotary_mode == compressed.PAIRS and sin.shape[-1] == rope_head_dim:
+                turn = FULL_PAIRS.value
         table = cmp_block_table
         self._turning = dict(
             sin=sin,
             cos=cos,
-            angle_row=sin.stride(0),
+            angle_row=0 if sin is None else sin.stride(0),
             epsilon=norm_eps,
             ROTARY=rope_head_dim,
-            PAIRS=pairs,
-            FULL=pairs and sin.shape[-1] == rope_head_dim,
+            TURN=turn,
             table=table,
             table_row=0 if table is None else table.stride(0),
             columns=0 if table is None else table.shape[1],
         )
 
     def cut(self) -> tuple[tune.Config, int]:
-        return _cut(self.rows, self.widths, self.depth)
+        return _cut(self.rows, self.widths, self.depth, self.sides)
 
     def sums(self, parts: int) -> Tensor:
-        shape = (parts, self.rows, 2 * sum(self.widths))
+        shape = (parts, self.rows, self.sides * sum(self.widths))
         return memory.empty(shape, torch.float32, self.flat.device)
 
     def projecting(self, product: Tensor, first: int = 0) -> dict[str, Any]:
@@ -787,11 +860,33 @@ class Call:
             parts=product.shape[0],
             x_row=self.flat.stride(0),
             kv_row=own.wkv.stride(0),
-            gate_row=own.wgate.stride(0),
+            gate_row=0 if own.wgate is None else own.wgate.stride(0),
             next_kv_row=0 if second is None else second.wkv.stride(0),
-            next_gate_row=0 if second is None else second.wgate.stride(0),
+            next_gate_row=0 if second is None or second.wgate is None else second.wgate.stride(0),
             out_part=product.stride(0),
         )
+
+    def normalised(self, product: Tensor) -> Tensor:
+        """What stands for the product behind the LayerNorm, if there is one."""
+        if self.norm is None:
+            return product
+        out = self.sums(1)
+        weight, bias, eps = self.norm
+        normalise[(min(self.rows, cores.vector()),)](
+            product,
+            out,
+            weight,
+            bias,
+            rows=self.rows,
+            parts=product.shape[0],
+            row_length=product.stride(1),
+            out_part=product.stride(0),
+            epsilon=eps,
+            GATED=self.sides == 2,
+            SIZE=self.sizes[0],
+            **tune.only("compressor.normalise").keywords,
+        )
+        return out
 
     def pooling(self, product: Tensor) -> dict[str, Any]:
         own = dict(out=self.pooled, each=self._each, rows=self.entries)
@@ -829,7 +924,7 @@ class Call:
                     each=self._each,
                     rows=self.entries,
                     pooled_row=self.pooled.stride(0),
-                    SIZE=own.norm_weight.shape[0],
+                    SIZE=of_own.shape[1],
                 )
             )
         return found
@@ -861,10 +956,11 @@ def forward(**arguments: Any) -> Tensor:
         return call.out.zero_()
     config, parts = call.cut()
     product = call.sums(parts)
-    tiles = parts * tile_count(call.rows, call.widths, config)
+    tiles = parts * tile_count(call.rows, call.widths, config, call.sides)
     project[(min(tiles, cores.cube()),)](
         **call.projecting(product), **projected(call, config), **config.keywords
     )
+    product = call.normalised(product)
     if call.entries and (call.returned or any(call.storing)):
         config = tune.at_least("compressor.pool", "ROWS", call.ratio)
         pool[(min(call.pooled_tiles(config), cores.vector()),)](
@@ -872,7 +968,7 @@ def forward(**arguments: Any) -> Tensor:
         )
         for given in call.finishing():
             finish[(min(call.entries, cores.vector()),)](
-                **given, **tune.only("compressor.finish").keywords
+                **given, FIRST=call.first, **tune.only("compressor.finish").keywords
             )
     if call.stateful:
         config = tune.only("compressor.keep")

@@ -320,9 +320,9 @@ def _merges() -> Iterator[Limit]:
 
 
 def _deepseek_v4() -> Iterator[Limit]:
-    given = dict(x=_t(1, 1, 8), norm_weight=_t(2048), kind="int8", hadamard=False)
-    yield Limit("compressor", given, dict(norm_weight=_t(2064)), "2064 channels")
-    yield Limit("compressor", given, dict(norm_weight=_t(24)), "24 channels")
+    given = dict(x=_t(1, 1, 8), wkv=_t(4096, 8), coff=2, kind="int8", hadamard=False)
+    yield Limit("compressor", given, dict(wkv=_t(4128, 8)), "2064 channels")
+    yield Limit("compressor", given, dict(wkv=_t(48, 8)), "24 channels")
     yield Limit("compressor", given, dict(kind="fp8"), "kind='fp8'")
     yield Limit("compressor", given, dict(hadamard=True), "hadamard=True")
     floats = _t(1, 1, 8, dtype=torch.float32)

@@ -555,12 +555,21 @@ def _compressor(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
 
     states, count = table(columns)
     given |= dict(
-        state_cache=drawn(count, page, 2 * coff * d, rounded=False),
+        state_cache=drawn(count, page, (2 if case["gate"] else 1) * coff * d, rounded=False),
         state_block_table=states,
         start_pos=torch.tensor(starts, dtype=torch.int32),
         cache_mode=2 if case["ring"] else 1,
         return_cmp_kv=case["returned"],
+        rope_slice="first" if case["first"] else "last",
     )
+    if not case["gate"]:
+        given |= dict(wgate=None, ape=None)
+    if not case["norm"]:
+        given["norm_weight"] = None
+    if not case["rope"]:
+        given |= dict(rope_sin=None, rope_cos=None, rope_head_dim=0)
+    if case["layer_norm"] and coff == 1:
+        given |= {name: drawn(d, rounded=False) for name in ("ln_weight", "ln_bias")}
     entries, count = table(kept)
     kind = case["pages"]
     if kind == "none":

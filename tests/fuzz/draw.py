@@ -246,6 +246,12 @@ def _compressor(r: Random, backward: bool) -> Case:
         returned=r.random() < 0.8,
         hadamard=size & (size - 1) == 0 and r.random() < 0.4,
         holes=r.random() < 0.3,
+        # of a call with a state alone
+        gate=r.random() < 0.7,
+        norm=r.random() < 0.7,
+        layer_norm=r.random() < 0.3,
+        rope=r.random() < 0.8,
+        first=r.random() < 0.3,
     )
 
 

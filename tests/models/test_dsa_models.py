@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from custom.dispatch import versions
 from torch import Tensor, nn
 
 import custom
-from custom.dispatch import versions
 from custom.integrations.paged import PagedCaches, token_positions
 
 from ..support import eight_bits

@@ -3,7 +3,9 @@
 """Arguments and output of npu_compressor; what it shares with the one without caches as in
 compressor_dense.py.
 
-    state_cache [pages, P, 2*coff*D]   cmp_cache [pages, P, 1, D]
+    state_cache [pages, P, 2*coff*D]   cmp_cache [pages, P, 1, D]   ln_weight, ln_bias [D]
+
+Without a gate state_cache is [pages, P, coff*D].
 """
 
 from __future__ import annotations
@@ -18,21 +20,27 @@ from ...common import compressed, quantised
 from ...common.compressed import BY_PAGE, RING
 from ..common import layouts, quantization
 from . import compressor_dense
-from .compressor_dense import inputs, of_state
+from .compressor_dense import inputs, of_state, together
 
 SCHEMA = (
-    "npu_compressor(Tensor x, Tensor wkv, Tensor wgate, Tensor(a!) state_cache, Tensor ape,"
-    " Tensor norm_weight, Tensor rope_sin, Tensor rope_cos, SymInt rope_head_dim,"
+    "npu_compressor(Tensor x, Tensor wkv, Tensor? wgate, Tensor(a!) state_cache, Tensor? ape,"
+    " Tensor? norm_weight, Tensor? rope_sin, Tensor? rope_cos, SymInt rope_head_dim,"
     " SymInt cmp_ratio, *, Tensor? state_block_table=None, Tensor? cu_seqlens=None,"
     " Tensor? seqused=None,"
     " Tensor? start_pos=None, SymInt coff=1, float norm_eps=1e-6, SymInt rotary_mode=1,"
     " SymInt cache_mode=1, Tensor(b!)? cmp_cache=None, Tensor(c!)? cmp_scale_cache=None,"
     ' Tensor? cmp_block_table=None, str kind="none", bool hadamard=False,'
-    ' str hadamard_round="bf16", bool return_cmp_kv=True) -> Tensor'
+    ' str hadamard_round="bf16", bool return_cmp_kv=True, Tensor? ln_weight=None,'
+    ' Tensor? ln_bias=None, float ln_eps=1e-6, str rope_slice="last") -> Tensor'
 )
 
 
-class Arguments(compressor_dense.Arguments):
+class Arguments(compressor_dense.Common):
+    wgate: Tensor | None
+    ape: Tensor | None
+    norm_weight: Tensor | None
+    rope_sin: Tensor | None
+    rope_cos: Tensor | None
     state_cache: Tensor
     state_block_table: Tensor | None
     start_pos: Tensor | None
@@ -43,6 +51,10 @@ class Arguments(compressor_dense.Arguments):
     kind: str
     hadamard_round: str
     return_cmp_kv: bool
+    ln_weight: Tensor | None
+    ln_bias: Tensor | None
+    ln_eps: float
+    rope_slice: str
 
 
 KINDS = ("none", "fp8", "int8")
@@ -59,12 +71,17 @@ def check(**a: Unpack[Arguments]) -> None:
         cmp_cache=a["cmp_cache"],
         cmp_scale_cache=a["cmp_scale_cache"],
         cmp_block_table=a["cmp_block_table"],
+        ln_weight=a["ln_weight"],
+        ln_bias=a["ln_bias"],
     )
     inputs(c, a)
     c.one_of("hadamard_round", a["hadamard_round"], "bf16", "fp32")
+    c.one_of("rope_slice", a["rope_slice"], *compressed.SLICES)
+    _layer_norm(c, a)
     _state(
         c,
         x,
+        1 if a["wgate"] is None else 2,
         a["state_cache"],
         a["state_block_table"],
         a["start_pos"],
@@ -75,9 +92,26 @@ def check(**a: Unpack[Arguments]) -> None:
     _entries(c, x, a["cmp_cache"], a["cmp_scale_cache"], a["cmp_block_table"], a["kind"])
 
 
+def _layer_norm(c: Checker, a: Arguments) -> None:
+    together(c, ln_weight=a["ln_weight"], ln_bias=a["ln_bias"])
+    c.at_least("ln_eps", a["ln_eps"], 0)
+    if a["ln_weight"] is None or a["ln_bias"] is None:
+        return
+    c.require(
+        a["coff"] == 1,
+        f"`ln_weight` is given and `coff` is {a['coff']}, expected 1: a token with a LayerNorm has "
+        "D channels.",
+    )
+    for name, given in (("ln_weight", a["ln_weight"]), ("ln_bias", a["ln_bias"])):
+        c.dtype(name, given, of_state(a["x"]))
+        c.shape(name, given, "D")
+        c.contiguous(**{name: given})
+
+
 def _state(
     c: Checker,
     x: Tensor,
+    parts: int,
     cache: Tensor,
     table: Tensor | None,
     start_pos: Tensor | None,
@@ -90,8 +124,9 @@ def _state(
         c.fail("`state_block_table` is missing, expected the pages of the state, [B, max_pages].")
         return
     c.dtype("state_cache", cache, of_state(x))
-    c.sizes["2*coff*D"] = 2 * c.sizes["coff*D"]
-    c.shape("state_cache", cache, "pages P 2*coff*D")
+    width = "coff*D" if parts == 1 else "2*coff*D"
+    c.sizes[width] = parts * c.sizes["coff*D"]
+    c.shape("state_cache", cache, f"pages P {width}")
     c.require(c.sizes["P"] > 0, "`state_cache` has pages of 0 slots, expected at least 1.")
     quantization.whole_pages(c, state_cache=cache)
     _table(c, "state_block_table", table)
@@ -186,7 +221,8 @@ def entry_page(c: Checker, name: str, page: int) -> None:
 
 def fake(
     x: Tensor,
-    norm_weight: Tensor,
+    wkv: Tensor,
+    coff: int,
     cmp_ratio: int,
     cu_seqlens: Tensor | None,
     return_cmp_kv: bool,
@@ -194,4 +230,5 @@ def fake(
 ) -> Tensor:
     if not return_cmp_kv:
         return x.new_empty([0])
-    return x.new_empty([*compressed.rows(x, cu_seqlens, cmp_ratio), norm_weight.shape[0]])
+    size = compressed.channels(wkv, coff)
+    return x.new_empty([*compressed.rows(x, cu_seqlens, cmp_ratio), size])

@@ -9,6 +9,7 @@ request begins at position 0.  Windows as in common/compressed.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
@@ -29,14 +30,11 @@ ARGUMENTS = (
 SCHEMA = f"npu_compressor_dense({ARGUMENTS}) -> Tensor"
 
 
-class Arguments(TypedDict):
+class Common(TypedDict):
+    """What the compressor with caches takes, too."""
+
     x: Tensor
     wkv: Tensor
-    wgate: Tensor
-    ape: Tensor
-    norm_weight: Tensor
-    rope_sin: Tensor
-    rope_cos: Tensor
     rope_head_dim: int
     cmp_ratio: int
     cu_seqlens: Tensor | None
@@ -47,15 +45,26 @@ class Arguments(TypedDict):
     hadamard: bool
 
 
+class Arguments(Common):
+    wgate: Tensor
+    ape: Tensor
+    norm_weight: Tensor
+    rope_sin: Tensor
+    rope_cos: Tensor
+
+
 def check(**x: Unpack[Arguments]) -> None:
     inputs(Checker("npu_compressor_dense"), x)
 
 
-def inputs(c: Checker, a: Arguments) -> None:
-    """What the op and its gradient ask of the arguments that they share."""
+def inputs(c: Checker, a: Mapping[str, Any]) -> None:
+    """What the op, its gradient and the one with caches ask of the arguments that they share; of
+    the latter gate, norm and rotation may be None."""
     x, wkv, wgate, ape, norm_weight = a["x"], a["wkv"], a["wgate"], a["ape"], a["norm_weight"]
     rope_sin, rope_cos, cmp_ratio = a["rope_sin"], a["rope_cos"], a["cmp_ratio"]
     cu_seqlens, seqused = a["cu_seqlens"], a["seqused"]
+    together(c, wgate=wgate, ape=ape)
+    together(c, rope_sin=rope_sin, rope_cos=rope_cos)
     c.same_device(
         x=x,
         wkv=wkv,
@@ -70,10 +79,12 @@ def inputs(c: Checker, a: Arguments) -> None:
     c.floating("x", x)
     c.same_dtype(x=x, wkv=wkv, wgate=wgate)
     wide = of_state(x)
-    c.dtype("ape", ape, wide)
-    c.dtype("norm_weight", norm_weight, wide)
-    c.floating("rope_sin", rope_sin)
-    c.same_dtype(rope_sin=rope_sin, rope_cos=rope_cos)
+    for name, given in (("ape", ape), ("norm_weight", norm_weight)):
+        if given is not None:
+            c.dtype(name, given, wide)
+    if rope_sin is not None:
+        c.floating("rope_sin", rope_sin)
+        c.same_dtype(rope_sin=rope_sin, rope_cos=rope_cos)
     c.count("cmp_ratio", cmp_ratio)
     c.one_of("coff", a["coff"], 1, 2)
     c.one_of("rotary_mode", a["rotary_mode"], HALVES, PAIRS)
@@ -90,12 +101,17 @@ def inputs(c: Checker, a: Arguments) -> None:
         c.sizes["B"] = cu_seqlens.shape[0] - 1
         c.contiguous(cu_seqlens=cu_seqlens)
         layouts.values(c, "cu_seqlens", cu_seqlens, "TND", c.sizes["T"])
-    c.shape("norm_weight", norm_weight, "D")
+    if norm_weight is None:
+        c.shape("wkv", wkv, "coff*D H")
+        c.sizes["D"] = compressed.channels(wkv, a["coff"])
+    else:
+        c.shape("norm_weight", norm_weight, "D")
     c.sizes["coff*D"] = a["coff"] * c.sizes["D"]
     c.sizes["m"] = cmp_ratio
     c.shape("wkv", wkv, "coff*D H")
-    c.shape("wgate", wgate, "coff*D H")
-    c.shape("ape", ape, "m coff*D")
+    if wgate is not None:
+        c.shape("wgate", wgate, "coff*D H")
+        c.shape("ape", ape, "m coff*D")
     if seqused is not None:
         c.integer("seqused", seqused)
         c.shape("seqused", seqused, "B")
@@ -111,6 +127,13 @@ def inputs(c: Checker, a: Arguments) -> None:
     c.contiguous(ape=ape, norm_weight=norm_weight)
 
 
+def together(c: Checker, **pair: Tensor | None) -> None:
+    missing = [name for name, given in pair.items() if given is None]
+    if len(missing) == 1:
+        (other,) = pair.keys() - {*missing}
+        c.fail(f"`{other}` is given and `{missing[0]}` is None, expected both or neither.")
+
+
 def of_state(x: Tensor) -> torch.dtype:
     """What states, `ape` and norms are kept in beside x."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
@@ -120,12 +143,19 @@ def _rotation(
     c: Checker,
     x: Tensor,
     cu_seqlens: Tensor | None,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
+    rope_sin: Tensor | None,
+    rope_cos: Tensor | None,
     rope_head_dim: int,
     cmp_ratio: int,
 ) -> None:
     size = c.sizes["D"]
+    if rope_sin is None or rope_cos is None:
+        c.require(
+            rope_head_dim == 0,
+            f"`rope_head_dim` is {rope_head_dim} and `rope_sin` is None, expected 0 for entries "
+            "that are not rotated.",
+        )
+        return
     c.require(
         rope_head_dim % 2 == 0 and 0 <= rope_head_dim <= size,
         f"`rope_head_dim` is {rope_head_dim}, expected an even number from 0 to D={size}.",

@@ -7,16 +7,19 @@
            over those of window w - 1 by their first D channels and those of w by the others
     entry = hadamard(RoPE(RMSNorm(C_w)))
 
-RoPE turns the last channels and leaves them where they are.
+RoPE turns the last channels, or the first ones, and leaves them where they are.  Without a gate
+every z is 0; a LayerNorm is of every kv_t.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ...common.compressed import PAIRS, Tokens, Windows, windows_of
-from ...ops.deepseek_v4.compressor_dense import Arguments
+from ...common.compressed import FIRST, LAST, PAIRS, Tokens, Windows, windows_of
 from ..common import quantizers
 from ..common.precision import matmul
 
@@ -29,12 +32,14 @@ def closing(tokens: Tokens, shape: list[int], ratio: int) -> tuple[Tensor, Windo
 
 
 def projected(
-    x: Tensor, wkv: Tensor, wgate: Tensor, ape: Tensor, tokens: Tokens
+    x: Tensor, wkv: Tensor, wgate: Tensor | None, ape: Tensor | None, tokens: Tokens
 ) -> tuple[Tensor, Tensor]:
     """(kv, z) [T, coff * D], not rounded."""
     x = x.flatten(0, -2)
-    kv, z = matmul(x, wkv.mT), matmul(x, wgate.mT)
-    return kv, z + ape[tokens.position % ape.shape[0]]
+    kv = matmul(x, wkv.mT)
+    if wgate is None or ape is None:
+        return kv, torch.zeros_like(kv)
+    return kv, matmul(x, wgate.mT) + ape[tokens.position % ape.shape[0]]
 
 
 def members(windows: Windows, ratio: int, coff: int) -> Tensor:
@@ -77,13 +82,15 @@ def angles(rope: Tensor, rotary: int, pairs: bool, dtype: torch.dtype) -> Tensor
     return rope[..., ::2] if pairs else rope[..., : rotary // 2]
 
 
-def turned(x: Tensor, sin: Tensor, cos: Tensor, pairs: bool) -> Tensor:
-    """x [E, D], its last channels rotated where they stand."""
-    plain, last = x.split([x.shape[-1] - 2 * sin.shape[-1], 2 * sin.shape[-1]], -1)
-    a, b = (last[..., ::2], last[..., 1::2]) if pairs else last.chunk(2, -1)
+def turned(x: Tensor, sin: Tensor, cos: Tensor, pairs: bool, of: str = LAST) -> Tensor:
+    """x [E, D], its first or last channels rotated where they stand."""
+    size, rotary = x.shape[-1], 2 * sin.shape[-1]
+    first = 0 if of == FIRST else size - rotary
+    before, some, behind = x.split([first, rotary, size - rotary - first], -1)
+    a, b = (some[..., ::2], some[..., 1::2]) if pairs else some.chunk(2, -1)
     a, b = a * cos - b * sin, b * cos + a * sin
-    last = torch.stack([a, b], -1).flatten(-2) if pairs else torch.cat([a, b], -1)
-    return torch.cat([plain, last], -1)
+    some = torch.stack([a, b], -1).flatten(-2) if pairs else torch.cat([a, b], -1)
+    return torch.cat([before, some, behind], -1)
 
 
 def scale_of(c: Tensor, eps: float) -> Tensor:
@@ -91,12 +98,16 @@ def scale_of(c: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(c.square().mean(-1, keepdim=True) + eps)
 
 
-def finished(pooled: Tensor, rows: Tensor, a: Arguments) -> Tensor:
-    """Entries of what windows, those of `rows` of the output, come to."""
+def finished(pooled: Tensor, rows: Tensor, a: Mapping[str, Any], of: str = LAST) -> Tensor:
+    """Entries of what windows, those of `rows` of the output, come to; `of`: rope_slice."""
     pairs, rotary = a["rotary_mode"] == PAIRS, a["rope_head_dim"]
+    if a["norm_weight"] is not None:
+        pooled = pooled * scale_of(pooled, a["norm_eps"]) * a["norm_weight"]
+    if a["rope_sin"] is None:
+        return pooled
     both = a["rope_sin"], a["rope_cos"]
     sin, cos = (angles(rope, rotary, pairs, pooled.dtype)[rows] for rope in both)
-    return turned(pooled * scale_of(pooled, a["norm_eps"]) * a["norm_weight"], sin, cos, pairs)
+    return turned(pooled, sin, cos, pairs, of)
 
 
 def placed(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm
 from typing_extensions import Unpack
 
 from ...common import compressed, paged, quantised
@@ -28,6 +29,9 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
     shape = compressed.rows(x, a["cu_seqlens"], cmp_ratio)
     closed, windows = compression.closing(tokens, shape, cmp_ratio)
     kv, z = compression.projected(x, a["wkv"], a["wgate"], a["ape"], tokens)
+    gated = a["wgate"] is not None
+    if a["ln_weight"] is not None:
+        kv = layer_norm(kv, kv.shape[-1:], a["ln_weight"], a["ln_bias"], a["ln_eps"])
     pages, page = state_cache.shape[:2]
     ring = a["cache_mode"] == RING
 
@@ -36,13 +40,14 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
     before = position.masked_fill(own >= 0, -1)
     slots = compressed.state_slots(state_block_table, windows.request, before, pages, page, ring)
     past, there = (slots >= 0)[..., None], (own >= 0) | (slots >= 0)
-    old = paged.gather(state_cache[:, :, None], slots, kv.dtype).chunk(2, -1)
+    state = paged.gather(state_cache[:, :, None], slots, kv.dtype)
+    old = state.chunk(2, -1) if gated else (state, torch.zeros_like(state))
     values, logits = (
-        compression.halves(state, coff).where(past, compression.taken(new, own, coff))
-        for state, new in zip(old, (kv, z), strict=True)
+        compression.halves(rows, coff).where(past, compression.taken(new, own, coff))
+        for rows, new in zip(old, (kv, z), strict=True)
     )
     pooled = (compression.shares(logits, there) * values).sum(1)
-    entries = compression.finished(pooled, closed, a)
+    entries = compression.finished(pooled, closed, a, a["rope_slice"])
 
     kept = tokens.position >= 0
     if ring and len(tokens.start):
@@ -51,7 +56,8 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
     slots = compressed.state_slots(
         state_block_table, tokens.request, tokens.position[:, None], pages, page, ring
     )[:, 0].masked_fill(~kept, -1)
-    quantizers.write(state_cache, slots, torch.cat([kv, z], -1).to(state_cache.dtype))
+    state = torch.cat([kv, z], -1) if gated else kv
+    quantizers.write(state_cache, slots, state.to(state_cache.dtype))
     if a["cmp_cache"] is not None and a["cmp_block_table"] is not None:
         _store(
             entries,

@@ -49,6 +49,9 @@ def call(
     used: bool = True,
     ring: int | None = None,
     spare: int = 2,
+    gate: bool = True,
+    norm: bool = True,
+    ln: bool = False,
     **options: Any,
 ) -> Callable[[Inputs], Arguments]:
     """Requests with so many tokens before, and in this call."""
@@ -58,7 +61,7 @@ def call(
         ends = [a + b for a, b in zip(starts, counts, strict=True)]
         reach = ring or (coff * ratio + tokens if mode == RING else max(ends))
         table, pages = _table(x, requests, -(-reach // page), spare)
-        state = x.normal(pages, page, 2 * width, dtype=WIDE)
+        state = x.normal(pages, page, (2 if gate else 1) * width, dtype=WIDE)
         before = torch.zeros(pages, page, dtype=torch.bool)
         for i, start in enumerate(starts):
             first = (start // ratio - coff + 1) * ratio
@@ -68,10 +71,10 @@ def call(
         x.forbid(state, sorted(set(range(pages)) - set(table.flatten().tolist())))
         given: Arguments = dict(
             wkv=x.normal(width, hidden, scale=hidden**-0.5),
-            wgate=x.normal(width, hidden, scale=hidden**-0.5),
+            wgate=x.normal(width, hidden, scale=hidden**-0.5) if gate else None,
             state_cache=state,
-            ape=x.normal(ratio, width, dtype=WIDE),
-            norm_weight=x.normal(size, dtype=WIDE),
+            ape=x.normal(ratio, width, dtype=WIDE) if gate else None,
+            norm_weight=x.normal(size, dtype=WIDE) if norm else None,
             rope_head_dim=rotary,
             cmp_ratio=ratio,
             state_block_table=x.ints(table),
@@ -90,7 +93,10 @@ def call(
             if used:
                 given["seqused"] = x.ints(counts)
         angles = rotary if full else rotary // 2
-        given |= {name: x.normal(*rows, angles) for name in ("rope_sin", "rope_cos")}
+        names = "rope_sin", "rope_cos"
+        given |= {name: x.normal(*rows, angles) if rotary or norm else None for name in names}
+        if ln:
+            given |= {name: x.normal(size, dtype=WIDE) for name in ("ln_weight", "ln_bias")}
         if entry_page:
             columns = -(-(max(ends) // ratio + 1) // entry_page)
             of_entries, pages = _table(x, requests, columns)
@@ -156,11 +162,12 @@ def but_scales(arguments: Arguments) -> Arguments:
 
 
 DECODE = ((3, 4, 7, 0, 11, 20), (1, 1, 1, 1, 1, 1))
+CHUNKS = ((0, 5, 8, 2), (9, 7, 0, 4))
 STARTS = (2, 3, 0, 7, 10, 5, 1, 6)  # the last request's last token closes
 case = partial(Case, OP, judge=judge)
 CASES = (
     case("CSA, decode, ring", call(4, 2, 512, *DECODE, mode=RING)),
-    case("CSA, chunks by page", call(4, 2, 512, (0, 5, 8, 2), (9, 7, 0, 4))),
+    case("CSA, chunks by page", call(4, 2, 512, *CHUNKS)),
     case("CSA, chunks longer than the ring", call(4, 2, 128, (29, 2), (14, 3), mode=RING, ring=8)),
     case("HCA, closing", call(128, 1, 512, (127, 126, 255, 300), (1, 2, 1, 1), page=16, mode=RING)),
     case("HCA, a chunk", call(128, 1, 512, (100, 0), (70, 20), page=128, entry_page=16)),
@@ -196,6 +203,30 @@ CASES = (
         beyond_the_tables(call(4, 1, 64, (9, 6, 5), (3, 2, 3), page=2, entry_page=1, spare=0)),
     ),
     case("Pro, 70 tokens", call(4, 2, 512, (5, 100), (35, 35), hidden=7168, mode=RING)),
+    case(
+        "GLM's pools",
+        call(4, 1, 128, *DECODE, mode=RING, ring=4, hidden=4096, rotary=0, norm=False, ln=True),
+    ),
+    case(
+        "Qwen4's pools",
+        call(4, 1, 128, *CHUNKS, gate=False, rotary_mode=1, rope_slice="first"),
+    ),
+    case(
+        "means of a LayerNorm, pairs of the first channels, int8",
+        call(
+            2,
+            1,
+            128,
+            (3,),
+            (3,),
+            kind="int8",
+            entry_page=16,
+            gate=False,
+            ln=True,
+            rope_slice="first",
+        ),
+        widen=but_scales,
+    ),
 )
 CONTROLS = (
     Control(
@@ -295,6 +326,34 @@ CONTROLS = (
         "there & (entry_of >= 0)",
         "there",
         "CSA, chunks by page",
+    ),
+    Control(
+        "kv keeps its mean",
+        KERNEL,
+        "kv = kv - tl.sum(kv, 0) / SIZE",
+        "kv = kv - 0.0 * tl.sum(kv, 0) / SIZE",
+        "GLM's pools",
+    ),
+    Control(
+        "another epsilon of the LayerNorm",
+        KERNEL,
+        "tl.sum(kv * kv, 0) / SIZE + epsilon",
+        "tl.sum(kv * kv, 0) / SIZE + 1.0",
+        "GLM's pools",
+    ),
+    Control(
+        "a state has a z without a gate",
+        KERNEL,
+        "of_state_row = width\n",
+        "of_state_row = 2 * width\n",
+        "Qwen4's pools",
+    ),
+    Control(
+        "the norm's weights of other channels",
+        KERNEL,
+        "tl.load(gamma + BESIDE + d)",
+        "tl.load(gamma + d)",
+        "Qwen4's pools",
     ),
     Control(
         "one part of the products",

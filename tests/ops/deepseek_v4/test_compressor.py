@@ -29,25 +29,26 @@ class Layer:
     """A compressor's weights; `pairs` and `full` are how its angles come."""
 
     wkv: Tensor
-    wgate: Tensor
-    ape: Tensor
-    norm: Tensor
+    wgate: Tensor | None
+    ape: Tensor | None
+    norm: Tensor | None
     rotary: int
+    m: int
+    coff: int
     hadamard: bool = False
     pairs: bool = True
     full: bool = False
-
-    @property
-    def m(self) -> int:
-        return self.ape.shape[0]
+    ln: tuple[Tensor, Tensor] | None = None
+    slice: str = "last"
 
     @property
     def size(self) -> int:
-        return self.norm.shape[0]
+        return self.wkv.shape[0] // self.coff
 
     @property
-    def coff(self) -> int:
-        return self.wkv.shape[0] // self.size
+    def state(self) -> int:
+        """Numbers of a token's."""
+        return self.wkv.shape[0] * (1 if self.wgate is None else 2)
 
     @property
     def ring(self) -> int:
@@ -65,11 +66,25 @@ class Layer:
         return angle.sin(), angle.cos()
 
     def options(self) -> dict[str, Any]:
-        return dict(coff=self.coff, rotary_mode=2 if self.pairs else 1, hadamard=self.hadamard)
+        return dict(
+            coff=self.coff,
+            rotary_mode=2 if self.pairs else 1,
+            hadamard=self.hadamard,
+            rope_slice=self.slice,
+        )
 
 
 def layer(
-    m: int, coff: int, size: int = 16, hidden: int = 24, rotary: int = 6, seed: int = 0, **more: Any
+    m: int,
+    coff: int,
+    size: int = 16,
+    hidden: int = 24,
+    rotary: int = 6,
+    seed: int = 0,
+    gate: bool = True,
+    normed: bool = True,
+    ln: bool = False,
+    **more: Any,
 ) -> Layer:
     g = torch.Generator().manual_seed(seed)
 
@@ -79,7 +94,11 @@ def layer(
     # numbers that bf16 has, so that every backend gets the same ones
     wkv, wgate = (drawn(coff * size, hidden).mul(0.4).bfloat16().double() for _ in range(2))
     ape, norm = drawn(m, coff * size).float().double(), (drawn(size) + 1).float().double()
-    return Layer(wkv, wgate, ape, norm, rotary, **more)
+    if ln:
+        more["ln"] = tuple((drawn(size) + 1).float().double() for _ in range(2))
+    if not gate:
+        wgate = ape = None
+    return Layer(wkv, wgate, ape, norm if normed else None, rotary, m, coff, **more)
 
 
 def tokens(count: int, hidden: int = 24, seed: int = 1) -> Tensor:
@@ -89,7 +108,13 @@ def tokens(count: int, hidden: int = 24, seed: int = 1) -> Tensor:
 
 def entry(of: Layer, x: Tensor, w: int) -> Tensor:
     """Entry w of a whole request x, a channel at a time."""
-    kv, z = x @ of.wkv.T, x @ of.wgate.T
+    kv = x @ of.wkv.T
+    if of.ln is not None:
+        kv = kv - kv.mean(-1, keepdim=True)
+        kv = kv / (kv.square().mean(-1, keepdim=True) + 1e-6).sqrt() * of.ln[0] + of.ln[1]
+    z = torch.zeros_like(kv)
+    if of.wgate is not None:
+        z = x @ of.wgate.T + of.ape[torch.arange(len(x)) % of.m]
     pooled = []
     for d in range(of.size):
         values, logits = [], []
@@ -97,12 +122,12 @@ def entry(of: Layer, x: Tensor, w: int) -> Tensor:
             first = (w - of.coff + 1 + half) * of.m
             for t in range(max(first, 0), first + of.m):
                 values.append(kv[t, half * of.size + d])
-                logits.append(z[t, half * of.size + d] + of.ape[t % of.m, half * of.size + d])
+                logits.append(z[t, half * of.size + d])
         pooled.append((torch.stack(logits).softmax(0) * torch.stack(values)).sum())
     c = torch.stack(pooled)
-    y = c / (c.square().mean() + 1e-6).sqrt() * of.norm
+    y = c if of.norm is None else c / (c.square().mean() + 1e-6).sqrt() * of.norm
     sin, cos = replace(of, full=False).angles(torch.tensor(w * of.m))
-    last, half = of.size - of.rotary, of.rotary // 2
+    last, half = 0 if of.slice == "first" else of.size - of.rotary, of.rotary // 2
     turned = y.clone()
     for i in range(half):
         a, b = (last + 2 * i, last + 2 * i + 1) if of.pairs else (last + i, last + half + i)
@@ -132,11 +157,11 @@ class Precision:
         unit = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2**-8}
         self.unit = unit[self.dtype]
 
-    def of(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype).to(self.device)
+    def of(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(self.dtype).to(self.device)
 
-    def wide(self, x: Tensor) -> Tensor:
-        return x.to(self.state).to(self.device)
+    def wide(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(self.state).to(self.device)
 
     def close(self, got: Tensor, wanted: Tensor) -> None:
         """Within an ulp of the value and one of its row's rms."""
@@ -153,6 +178,8 @@ class Precision:
             norm_weight=self.wide(of.norm),
             rope_head_dim=of.rotary,
             cmp_ratio=of.m,
+            ln_weight=None if of.ln is None else self.wide(of.ln[0]),
+            ln_bias=None if of.ln is None else self.wide(of.ln[1]),
             **of.options(),
         )
 
@@ -199,8 +226,7 @@ class Engine:
         columns = -(-(reach if rows is None else rows) // page)
         table, pages = shuffled(requests, columns, g)
         self.table = table.int().to(p.device)
-        width = 2 * of.coff * of.size
-        self.state = torch.full((pages, page, width), NAN, dtype=p.state, device=p.device)
+        self.state = torch.full((pages, page, of.state), NAN, dtype=p.state, device=p.device)
         table, pages = shuffled(requests, -(-(reach // of.m + 1) // entry_page), g)
         self.entry_table = table.to(p.device)
         shape = (pages, entry_page, 1, of.size)
@@ -231,7 +257,9 @@ class Engine:
                 row[: len(piece)] = piece
             more = dict(seqused=used.to(self.p.device))
             at = custom.entry_positions(start + used, size, self.layer.m, used)
-        sin, cos = (self.p.wide(each) for each in self.layer.angles(at))
+        sin = cos = None
+        if self.layer.rotary or self.layer.norm is not None:  # None, or no numbers
+            sin, cos = (self.p.wide(each) for each in self.layer.angles(at))
         arguments = dict(
             x=self.p.of(x),
             state_cache=self.state,
@@ -299,6 +327,19 @@ KINDS = {
     "m3 overlapping": layer(3, 2, size=12, rotary=12, pairs=False, full=True),
     "no rotation": layer(5, 2, rotary=0, size=7),
 }
+# of a pooled indexer: GLM-5.3-Flash's, Qwen4-Exp's, and what neither of them has
+POOL = layer(4, 1, rotary=0, normed=False, ln=True)
+MEAN = layer(4, 1, gate=False, pairs=False, slice="first")
+POOLS = {
+    "glm": POOL,
+    "qsa": MEAN,
+    "m1": layer(1, 1, size=12, rotary=0, normed=False, ln=True),
+    "m3": layer(3, 1, size=10, rotary=0, normed=False, ln=True, gate=False),
+    "m16": layer(16, 1, rotary=0, normed=False, ln=True, hadamard=True),
+    "both norms": layer(4, 1, ln=True, slice="first", full=True),
+    "overlapping means": layer(2, 2, gate=False, rotary=0, normed=False),
+    "overlapping, no norm": layer(3, 2, size=7, rotary=4, normed=False, pairs=False),
+}
 every_kind = pytest.mark.parametrize("of", KINDS.values(), ids=KINDS.keys())
 LENGTHS = [41, 0, 22, 60, 3]
 
@@ -324,6 +365,8 @@ def test_entries_are_hugging_faces(name, way, exact):
         module.position_bias,
         module.kv_norm.weight,
         rotary,
+        m=module.position_bias.shape[0],
+        coff=module.position_bias.shape[1] // module.kv_norm.weight.shape[0],
         hadamard=name == "Indexer",
     )
     assert given.size == size
@@ -424,7 +467,9 @@ def test_selection_is_hugging_faces(lengths, exact):
 # --------------------------------------------------------------------------------- every backend
 
 
-@every_kind
+@pytest.mark.parametrize(
+    "of", [*KINDS.values(), *POOLS.values()], ids=[*KINDS, *(f"pool: {name}" for name in POOLS)]
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["bsnd", "tnd"])
 def test_ragged_requests(of, packed, precision):
     """Prefill beside decodes, chunks longer than the ring and those that begin in a window."""
@@ -442,7 +487,7 @@ def test_states_by_page(page, precision):
     e.check(xs)
 
 
-@pytest.mark.parametrize("of", [CSA, HCA], ids=["csa", "hca"])
+@pytest.mark.parametrize("of", [CSA, HCA, POOL, MEAN], ids=["csa", "hca", "glm", "qsa"])
 @pytest.mark.parametrize("page", [1, 4])
 def test_rejected_drafts(of, page, precision):
     """Tokens taken back across a close, with the smallest ring for that."""
@@ -477,7 +522,7 @@ def test_a_close_inside_a_draft_is_closed_again_by_other_tokens(precision):
 
 
 @pytest.mark.parametrize("at", [8, 10, 12, 15])
-@pytest.mark.parametrize("of", [CSA, HCA], ids=["csa", "hca"])
+@pytest.mark.parametrize("of", [CSA, HCA, POOL, MEAN], ids=["csa", "hca", "glm", "qsa"])
 def test_prefix_hit(of, at, precision):
     """Request 1 goes on from what request 0 left at token `at`: shared entries, copied states;
     entries of a window may lie in a page that both read."""
@@ -1119,6 +1164,14 @@ def arguments(**changes: Any) -> dict[str, Any]:
     )
 
 
+def _ln(size: int, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    return {name: torch.ones(size, dtype=dtype) for name in ("ln_weight", "ln_bias")}
+
+
+# of CSA's arguments, windows that do not overlap
+_POOL = dict(coff=1, norm_weight=None, cmp_cache=None, cmp_block_table=None)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
@@ -1151,6 +1204,21 @@ def arguments(**changes: Any) -> dict[str, Any]:
         (dict(rope_sin=torch.zeros(2, 3, 3).double()), ValueError, "`rope_sin` has shape"),
         (dict(wgate=torch.zeros(16, 24).double()), ValueError, "`wgate` has shape"),
         (dict(cu_seqlens=torch.tensor([0, 5])), ValueError, "`x` has shape"),
+        (dict(wgate=None), ValueError, "`ape` is given and `wgate` is None, expected both or"),
+        (dict(ape=None), ValueError, "`wgate` is given and `ape` is None, expected both or"),
+        (dict(wgate=None, ape=None), ValueError, "`state_cache` has shape .* coff\\*D=32"),
+        (dict(rope_sin=None), ValueError, "`rope_cos` is given and `rope_sin` is None"),
+        (dict(rope_sin=None, rope_cos=None), ValueError, "`rope_head_dim` is 6 and `rope_sin` is"),
+        (dict(ln_weight=torch.ones(16).double()), ValueError, "`ln_weight` is given and `ln_bias"),
+        (_ln(16), ValueError, "`ln_weight` is given and `coff` is 2, expected 1"),
+        (_ln(16) | _POOL, ValueError, "`ln_weight` has shape .16., expected .D. with D=32"),
+        (_ln(32, torch.float32) | _POOL, TypeError, "`ln_weight` is float32, expected float64"),
+        (dict(rope_slice="middle"), ValueError, "`rope_slice` is 'middle', expected one of"),
+        (
+            _POOL | dict(state_block_table=torch.zeros(2, 1).int()),
+            ValueError,
+            "a ring of 2 rows .* at least coff \\* cmp_ratio - 1 = 3",
+        ),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
 )
@@ -1168,6 +1236,15 @@ def test_what_belongs_to_a_state_is_refused_without_one(name):
     given = arguments(state_cache=None, cmp_cache=None, cmp_block_table=None)
     given |= dict(state_block_table=None, cache_mode=1) | {name: torch.zeros(2, 4).long()}
     with pytest.raises(ValueError, match=f"^npu_compressor: `{name}` is given and `state_cache`"):
+        custom.npu_compressor(**given)
+
+
+@pytest.mark.parametrize("name", ["wgate", "ape", "norm_weight", "rope_sin", "ln_weight"])
+def test_other_forms_are_refused_without_a_state(name):
+    given = arguments(state_cache=None, cmp_cache=None, cmp_block_table=None)
+    given |= dict(state_block_table=None, cache_mode=1)
+    given |= {name: torch.ones(16) if name == "ln_weight" else None}
+    with pytest.raises(ValueError, match=rf"^npu_compressor: .*`{name}`.* expected a state"):
         custom.npu_compressor(**given)
 
 
