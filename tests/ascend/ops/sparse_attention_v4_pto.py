@@ -247,7 +247,7 @@ CONTROLS = (
     Control(
         "the products of index keys begin at the next token's",
         "compressor",
-        "of_token = 2 * COFF * (size + next_size)\n    own_size",
+        "of_token = 2 * of_token\n    own_size",
         "of_token = 2 * COFF * size\n    own_size",
         "CSA, a chunk longer than the ring",
     ),
