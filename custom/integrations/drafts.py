@@ -23,7 +23,7 @@ Rule = Callable[..., tuple[Tensor, Tensor | None]]
 # of a chunked rule's options those that act on a step of drafts too
 _READ = {
     *("use_qk_l2norm_in_kernel", "output_final_state"),
-    *("use_gate_in_kernel", "A_log", "dt_bias"),
+    *("use_gate_in_kernel", "A_log", "dt_bias", "lower_bound"),
 }
 
 
@@ -141,7 +141,8 @@ def recorded(rule: Rule) -> Rule:
                 f"{unread}. Step outside of verification()."
             )
         if options.get("use_gate_in_kernel"):  # of a decay by channel
-            g = decay(g, options["A_log"][:, None], options["dt_bias"])
+            bound = options.get("lower_bound")
+            g = decay(g, options["A_log"][:, None], options["dt_bias"], bound)
         return _current.recur(query, key, value, g, beta, initial_state)
 
     return either

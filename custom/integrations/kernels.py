@@ -83,10 +83,14 @@ def normalised(x: Tensor) -> Tensor:
     return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-def decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
+def decay(
+    a: Tensor, A_log: Tensor, dt_bias: Tensor | None, lower_bound: float | None = None
+) -> Tensor:
     """The logarithm of the decay, in float32; A_log and dt_bias as `a`, or spread over it."""
-    a = a.float() if dt_bias is None else a.float() + dt_bias
-    return -A_log.float().exp() * nn.functional.softplus(a)
+    a, rate = a.float() if dt_bias is None else a.float() + dt_bias, A_log.float().exp()
+    if lower_bound is not None:
+        return lower_bound * (rate * a).sigmoid()
+    return -rate * nn.functional.softplus(a)
 
 
 def _rate(

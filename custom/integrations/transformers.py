@@ -43,6 +43,7 @@ from transformers.masking_utils import find_packed_sequence_indices  # noqa: E40
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (  # noqa: E402
     DeepseekV4Attention,
 )
+from transformers.models.glm5_next import modeling_glm5_next  # noqa: E402
 from transformers.models.kimi_linear import modeling_kimi_linear  # noqa: E402
 from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: E402
@@ -78,6 +79,13 @@ __all__ = [
     "sparse_attention_weights",
     "use",
 ]
+
+try:  # Ling-3.0, since Transformers 5.24
+    from transformers.models.bailing_hybrid import modeling_bailing_hybrid
+except ModuleNotFoundError:
+    _LING: tuple[Any, ...] = ()
+else:
+    _LING = (modeling_bailing_hybrid.BailingHybridDeltaAttention,)
 
 # their functions are not typed
 _qwen3_next: Any = modeling_qwen3_next
@@ -459,6 +467,13 @@ def _gated_delta_forward(
     return projected
 
 
+def _lower_bound(forget: Any) -> float | None:
+    """Of the logarithm of the decay, where the gate is a sigmoid; None: a softplus."""
+    if hasattr(forget, "safe_gate"):  # Ling-3.0
+        return forget.lower_bound if forget.safe_gate else None
+    return getattr(forget, "safe_gate_lower_bound", None)
+
+
 @takes_cache
 def _kimi_delta_forward(
     self: Any,
@@ -467,8 +482,10 @@ def _kimi_delta_forward(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """`KimiLinearDeltaAttention.forward`: its projections, all between them ours, the gate of the
-    decay inside the rule. A decode step is one call, and updates the cache's own tensors in place.
+    """`KimiLinearDeltaAttention.forward`, GLM-5.3-Flash's and Ling-3.0's: their projections, all
+    between them ours, the gate of the decay inside the rule.
+
+    A decode step is one call, and updates the cache's own tensors in place.
     """
     x, past = _without_padding(hidden_states, attention_mask), _Past(self, cache)
     documents = _documents(past, x, kwargs)
@@ -476,9 +493,12 @@ def _kimi_delta_forward(
     heads, forget = (-1, self.head_dim), self.forget_gate
     norm = self.o_norm
     mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-    z = self.g_b_proj(self.g_a_proj(x)).unflatten(-1, heads)
-    a = forget.f_b_proj(forget.f_a_proj(x)).unflatten(-1, heads)
+    # Ling's projections have full rank
+    z = self.g_proj(x) if hasattr(self, "g_proj") else self.g_b_proj(self.g_a_proj(x))
+    a = forget.f_proj(x) if hasattr(forget, "f_proj") else forget.f_b_proj(forget.f_a_proj(x))
+    z, a = z.unflatten(-1, heads), a.unflatten(-1, heads)
     A_log, dt_bias = forget.A_log.flatten(), forget.dt_bias.unflatten(0, heads)
+    bound = _lower_bound(forget)
     b = self.b_proj(x)
     if past.steps(x):
         out = npu_gated_delta_layer_decode(
@@ -497,11 +517,12 @@ def _kimi_delta_forward(
             epsilon=norm.variance_epsilon,
             gate_activation="sigmoid",
             is_kda=True,
+            lower_bound=bound,
         )
     else:
         mixed = _convolved(self, past, mixed, documents)
         q, k, v = (each.unflatten(-1, heads) for each in mixed.chunk(3, -1))
-        gate = dict(use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias)
+        gate = dict(use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, lower_bound=bound)
         out = _recurred(_chunk_kda, past, documents, q, k, v, a, b.sigmoid(), **gate)
         epsilon = norm.variance_epsilon
         out = npu_gated_rms_norm(out, z, norm.weight, epsilon, activation="sigmoid")
@@ -516,6 +537,8 @@ _LINEAR: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
     (modeling_qwen3_5.Qwen3_5GatedDeltaNet, _gated_delta_forward),
     (modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet, _gated_delta_forward),
     (modeling_kimi_linear.KimiLinearDeltaAttention, _kimi_delta_forward),
+    (modeling_glm5_next.Glm5NextTextLinearAttention, _kimi_delta_forward),
+    *((each, _kimi_delta_forward) for each in _LING),
     *(
         told
         for layer, model in (
@@ -540,7 +563,8 @@ def use(
     dequantise: bool | None = None,
 ) -> Iterator[None]:
     """Run DeepSeek-V3.2's, DeepSeek-V4's and GLM-5's attention, DeepSeek-V4's hyper-connections,
-    and the linear attention of Qwen3-Next, Qwen3.5 and Kimi-Linear, by our ops inside the context.
+    and the linear attention of Qwen3-Next, Qwen3.5, Kimi-Linear, GLM-5.3-Flash and Ling-3.0, by our
+    ops inside the context.
 
     Every such model of the process is concerned; on exit their own code is back. Padding may be on
     either side of a text or inside; linear attention with a cache wants it on the left, as the

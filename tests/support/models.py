@@ -143,9 +143,72 @@ def kimi_linear(**changes):
         pad_token_id=None,
         **changes,
     )
+    return slowly(model)
+
+
+def slowly(model):
+    """With a little decay."""
     for layer in linear_layers(model):
         torch.nn.init.normal_(layer.forget_gate.A_log, -3.0, 0.5)
     return model
+
+
+def glm5_next():
+    """Three layers of KDA whose decay is bounded, and one of pools of keys."""
+    text = dict(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=48,
+        kv_lora_rank=32,
+        qk_nope_head_dim=24,
+        v_head_dim=24,
+        index_n_heads=8,
+        index_head_dim=32,
+        index_topk=16,
+        index_kpool=4,
+        layer_types=["linear_attention"] * 3 + ["deepseek_sparse_attention"],
+        linear_num_heads=4,
+        linear_head_dim=16,
+        mlp_layer_types=["dense"] * 4,
+        **ROUTED,
+    )
+    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64)
+    return made(
+        "Glm5NextForConditionalGeneration",
+        "Glm5NextConfig",
+        text_config=text,
+        vision_config=vision,
+        **dict.fromkeys(("image_token_id", "video_token_id"), 0),
+    )
+
+
+def bailing_hybrid():
+    """Ling-3.0: three layers of KDA whose decay is bounded, and one of latent attention."""
+    return made(
+        "BailingHybridForCausalLM",
+        "BailingHybridConfig",
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=24,
+        layer_group_size=4,
+        linear_num_heads=4,
+        linear_head_dim=16,
+        mlp_layer_types=["dense"] * 4,
+        **ROUTED,
+    )
 
 
 def linear_layers(model):
