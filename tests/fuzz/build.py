@@ -202,7 +202,7 @@ def _sparse_flash_attention(case: Case, dtype: torch.dtype) -> tuple[Arguments, 
     p.keys("key", dtype, d)
     if case["own_value"]:
         p.keys("value", dtype, d)
-    if case["dr"]:
+    if case["dr"] or not case.get("absent", True):
         p.rows("query_rope", dtype, n, case["dr"])
         p.keys("key_rope", dtype, case["dr"])
     p.indices(case["block"])

@@ -24,7 +24,7 @@ def _layer(r: Random, backward: bool) -> Case:
         n=r.randint(1, 5),
         plain=r.choice([16, 32]),
         rank=r.choice([16, 48, 64]),
-        rotary=r.choice([16, 32]),
+        rotary=r.choice([0, 16, 32]),
         index_heads=r.randint(1, 20) if nd else 16 * r.randint(1, 2),
         index_size=r.choice([32, 48]),
         pages=r.randint(1, 3),
@@ -66,6 +66,7 @@ def _indexer(r: Random, backward: bool) -> Case:
 def _attention(r: Random, backward: bool) -> Case:
     return _ragged(r, backward) | dict(
         dr=r.choice([0, 16]),
+        absent=r.random() < 0.5,  # ropes of no channel
         block=r.choice([1, 1, 1, 4]),
         own_value=r.random() < 0.3,
         sinks=not backward and r.random() < 0.3,
