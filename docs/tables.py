@@ -6,6 +6,7 @@ and from the code.
 pytest --device D --record tests/records/NAME.json              writes a record of verified ops
 python -m custom.bench OP --csv docs/figures/OP.csv             writes the figures of an op
 python -m custom.bench.models --csv docs/figures/models.csv     writes those of whole models
+tests/ascend/run.sh --mutate                                    counts planted mistakes
 python -m docs.tables                                           puts the tables into the pages
 make figures                                                    draws the plots of the CSVs anew
 
@@ -158,9 +159,26 @@ def published() -> str:
     return "\n".join(drawn) + "\n"
 
 
+def mutants() -> str:
+    """Ascend: the last count of planted mistakes in its report."""
+    report = (ROOT / "tests" / "ascend" / "REPORT.md").read_text()
+    counted = re.search(
+        r"^Of (\d+): (\d+) caught, (\d+) without effect, (\d+) survive, (\d+) not asked",
+        report,
+        re.M,
+    )
+    assert counted is not None
+    planted, caught, idle, left, unasked = (f"{int(x):,}" for x in counted.groups())
+    return (
+        f"Of {planted} the cases notice {caught}, {idle} change nothing, each with its reason, "
+        f"and {left} survive;\n{unasked} have not been asked since their function changed last.\n"
+    )
+
+
 BLOCKS = {
     "verified": verified,
     "published": published,
+    "mutants": mutants,
     "speed": speed,
     "models": models,
     **graph_modes.BLOCKS,
@@ -181,6 +199,7 @@ PAGES = {
     "docs/architecture.md": tuple(functions.BLOCKS),
     "docs/parallel.md": tuple(cards.BLOCKS),
     "docs/numerics.md": tuple(numerics.BLOCKS),
+    "docs/ascend.md": ("mutants",),
     "docs/ascend_speed.md": ("published",),
 }
 
