@@ -32,6 +32,7 @@ from ._indexer_loss import (  # noqa: E402
 )
 from ._version import __version__  # noqa: E402
 from .attention import attention, npu_fused_attention  # noqa: E402
+from .block_sparse import npu_sparse_attention_score  # noqa: E402
 from .compression import compressor, entry_positions, npu_compressor  # noqa: E402
 from .convolution import (  # noqa: E402
     npu_causal_conv1d,
@@ -159,6 +160,7 @@ __all__ = [
     "npu_sharedkv_prolog_pto",
     "npu_sparse_attention_indices_pto",
     "npu_sparse_attention_pto",
+    "npu_sparse_attention_score",
     "npu_sparse_attention_shared_pto",
     "npu_sparse_attention_v4_pto",
     "npu_sparse_attn_sharedkv",

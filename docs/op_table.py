@@ -104,6 +104,13 @@ PURPOSES = (
         ("npu_sparse_flash_attention", "npu_sparse_flash_attention_grad"),
     ),
     Purpose(
+        "attention to chosen blocks, grouped queries",
+        "对选中块的分组查询注意力",
+        HALF,
+        "design/sparse_attention_score.md",
+        ("npu_sparse_attention_score",),
+    ),
+    Purpose(
         "both on caches of 8 bits",
         "8 位缓存上的以上两者",
         EIGHT,

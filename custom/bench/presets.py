@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from . import (
     attention,
+    block_sparse,
     compression,
     convolution,
     delta_rule,
@@ -28,6 +29,7 @@ from .case import Case
 _PRESETS: Mapping[str, Callable[[bool], list[Case]]] = {
     **sparse_attention.PRESETS,
     **attention.PRESETS,
+    **block_sparse.PRESETS,
     **indexer_loss.PRESETS,
     **delta_rule.PRESETS,
     **quantised.PRESETS,

@@ -15,6 +15,7 @@ from torch import Tensor
 import custom
 
 from ..support import convolution, eight_bits, kda, layer_v4, ragged
+from ..support.blocks import Problem as Blocks
 from ..support.delta_rule import Sequences, Step, moved
 from ..support.layer import CACHES, P, formatted, layer
 from ..support.samples import sample
@@ -235,6 +236,28 @@ def _sparse_flash_attention(case: Case, dtype: torch.dtype) -> tuple[Arguments, 
     if case["of_sum"]:
         given["d_softmax_sum"] = torch.randn(total.shape, dtype=torch.float64).to(kind)
     return given | dict(d_out=p.arguments["d_out"], layout=p.layout_query), p.garbage
+
+
+def _attention_to_blocks(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    if not case["rows"]:
+        return sample(case["op"], CPU, dtype, case["seed"], B=0), {}
+    problem = Blocks(
+        case["rows"],
+        case["keys"],
+        heads=case["n"],
+        shared=case["shared"],
+        size=case["d"],
+        block=case["block"],
+        page=case["page"],
+        chosen=case["k"],
+        own=case["own"],
+        counts=case["counts"],
+        sinks=case["sinks"],
+        spare=case["spare"],
+    )
+    given = problem.arguments(CPU, dtype) | dict(return_softmax_lse=True)
+    garbage = {name: given[name].isnan() for name in ("key", "value")}
+    return given | {n: given[n].masked_fill(where, 0) for n, where in garbage.items()}, garbage
 
 
 def _shared_kv(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
@@ -649,6 +672,7 @@ _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
     "layer": _layer,
     "indexer": _lightning_indexer,
     "attention": _sparse_flash_attention,
+    "blocks": _attention_to_blocks,
     "shared kv": _shared_kv,
     "shared kv rows": _shared_kv,
     "latents": _latent_rows,

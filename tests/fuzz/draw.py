@@ -74,6 +74,26 @@ def _attention(r: Random, backward: bool) -> Case:
     )
 
 
+def _blocks(r: Random, backward: bool) -> Case:
+    """Packed tokens over blocks of paged keys."""
+    requests = r.choice([0, *[1, 2, 3] * 4])
+    shared = r.choice([1, 2, 3])
+    return dict(
+        rows=[r.choice([0, 1, 1, 2, 3, 17]) for _ in range(requests)],
+        keys=[r.choice([0, 1, 2, 17, r.randint(3, 40), 65]) for _ in range(requests)],
+        spare=r.randint(0, 2),
+        shared=shared,
+        n=shared * r.choice([1, 2, 12, 16]),
+        d=r.choice([16, 24, 32, 64]),
+        k=r.choice([1, 3, 5]),
+        block=r.choice([1, 3, 4, 16, 48, 64]),
+        page=r.choice([16, 48, 64]),
+        own=r.random() < 0.5,
+        counts=r.random() < 0.5,
+        sinks=r.random() < 0.4,
+    )
+
+
 def _shared_kv(r: Random, backward: bool) -> Case:
     return _ragged(r, backward) | dict(
         m=r.choice([0, 1, 2, 3, 4, 16]),
@@ -343,6 +363,7 @@ KIND = {
     "npu_lightning_indexer_grad": "indexer",
     "npu_sparse_flash_attention": "attention",
     "npu_sparse_flash_attention_grad": "attention",
+    "npu_sparse_attention_score": "blocks",
     "npu_sparse_attn_sharedkv": "shared kv",
     "npu_sparse_attn_sharedkv_grad": "shared kv",
     "npu_kv_quant_sparse_attn_sharedkv": "shared kv rows",
@@ -376,6 +397,7 @@ _SIZES: dict[str, Callable[[Random, bool], Case]] = {
     "layer": _layer,
     "indexer": _indexer,
     "attention": _attention,
+    "blocks": _blocks,
     "shared kv": _shared_kv,
     "shared kv rows": _shared_kv_rows,
     "latents": _latents,
@@ -412,6 +434,9 @@ _WIDE: dict[str, Callable[[Random], Case]] = {
     "indexer": lambda r: dict(n=r.choice([32, 64]), d=128, k=r.choice([16, 64])),
     "attention": lambda r: dict(
         n=r.choice([8, 16, 64, 128]), d=512, dr=64, block=1, own_value=False
+    ),
+    "blocks": lambda r: dict(
+        shared=2, n=r.choice([24, 32]), d=r.choice([128, 256]), page=128, block=r.choice([4, 128])
     ),
     "shared kv": lambda r: dict(n=r.choice([8, 16, 64, 128]), d=512, window=128),
     "shared kv rows": lambda r: dict(n=r.choice([8, 16, 64, 128]), window=128),
@@ -459,7 +484,7 @@ COMPILED = {
     *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
     *("ratio", "coff", "pairs", "full", "ring", "pages", "hadamard", "returned"),
     *("m", "picked", "entry_page", "kind", "output", "quant", "eight"),
-    *("turned", "power", "clip"),
+    *("turned", "power", "clip", "shared", "page", "own", "counts"),
     *("kda", "norm", "twice", "state", "gates", "gate", "bias", "w", "history", "activation"),
 }
 _COMPILE_MOST = ("layer", "layer v4", "loss", "kda")

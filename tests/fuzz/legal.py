@@ -32,7 +32,7 @@ Outputs = dict[str, Tensor]
 # tables, where -1 is one way among others to say that nothing is there
 _WITH_ABSENT = (
     "block_table", "sparse_indices", "indices", "cache_index", "ori_block_table",
-    "cmp_block_table", "cmp_sparse_indices", "state_block_table",
+    "cmp_block_table", "cmp_sparse_indices", "state_block_table", "select_idx",
 )  # fmt: skip
 
 

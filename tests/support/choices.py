@@ -35,7 +35,11 @@ from custom.cuda_ops.indexer import (
 )
 from custom.cuda_ops.indexer.hopper import lightning_indexer as hopper_indexer
 from custom.cuda_ops.prolog import stages
-from custom.cuda_ops.sparse_attention import sparse_flash_attention, sparse_flash_attention_grad
+from custom.cuda_ops.sparse_attention import (
+    sparse_attention_score,
+    sparse_flash_attention,
+    sparse_flash_attention_grad,
+)
 from custom.cuda_ops.sparse_attention.hopper import mla_consumers, sparse_flash_attention_decode
 
 from ..portability.gpus import GPUS, KIB
@@ -105,6 +109,12 @@ def everywhere() -> Iterator[Choice]:
                 ),
                 [*range(1, 40), 63, 64, 65, 128, 256, 1000],
             )
+    for group, size in ((1, 64), (12, 256), (16, 128), (64, 256)):
+        yield (
+            f"attention to blocks, {group} heads of {size}",
+            lambda n, a=(group, 2048, size): sparse_attention_score.tiles(n, *a, CPU),
+            [*range(1, 40), 63, 64, 65, 128, 256, 1000],
+        )
     yield (
         "sparse attention, entries",
         lambda n: [

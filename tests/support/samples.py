@@ -712,6 +712,29 @@ def _compressor_dense_grad(m: Maker, B: int = 2, S: int = 5) -> Arguments:
     return _compressor_dense(m, B, S) | dict(d_out=m.normal(B, -(-S // 2), DI))
 
 
+def _sparse_attention_score(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    """Blocks of 12 in pages of 16."""
+    tokens = B * S
+    index = m.shuffled(2, tokens, 3, high=4)
+    index[..., 0] = 0
+    return dict(
+        query=m.normal(tokens, 4, R),
+        key=m.normal(8, P, 2, R),
+        value=m.normal(8, P, 2, R),
+        select_idx=index,
+        block_table=m.ints(*[[3, 1, -1], [7, 2, 5]][:B]).view(B, 3),
+        select_num_idx=m.ints(*[3 - i % 3 for i in range(2 * tokens)]).view(2, tokens),
+        actual_seq_lengths=m.ints(*[S] * B),
+        actual_seq_lengths_kv=m.ints(*[20, 45][:B]),
+        num_key_value_heads=2,
+        scale_value=0.2,
+        block_size=12,
+        top_k=3,
+        sinks=m.normal(4, dtype=_wide(m)),
+        return_softmax_lse=True,
+    )
+
+
 SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attention_pto": _sparse_attention_pto,
     "npu_sparse_attention_indices_pto": _sparse_attention_pto,
@@ -726,6 +749,7 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attn_sharedkv": _sparse_attn_sharedkv,
     "npu_sparse_attn_sharedkv_grad": _sparse_attn_sharedkv_grad,
     "npu_kv_quant_sparse_attn_sharedkv": _kv_quant_sparse_attn_sharedkv,
+    "npu_sparse_attention_score": _sparse_attention_score,
     "npu_sparse_flash_attention": _sparse_flash_attention,
     "npu_sparse_flash_attention_grad": _sparse_flash_attention_grad,
     "npu_kv_quant_sparse_flash_attention": _kv_quant_sparse_flash_attention,

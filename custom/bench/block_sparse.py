@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Rows for attention to chosen blocks: 16 of 128 a head of keys (MiniMax-M3), 512 of 4 and the open
+one, which both heads of keys share (Qwen4-Exp)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .case import Arguments, Case, Draw, Outputs
+from .sparse_attention import BF16
+
+INT, PAGE = 4, 128
+ATTENTION = "npu_sparse_attention_score"
+
+
+@dataclass(frozen=True)
+class Model:
+    """`own`: each head of keys has blocks of its own."""
+
+    name: str
+    heads: int
+    shared: int
+    size: int
+    block: int
+    chosen: int
+    own: bool
+
+    @property
+    def keys(self) -> int:
+        """That a token sees; the last block but one is its open one."""
+        return self.chosen * self.block
+
+
+M3 = Model("MiniMax-M3", 64, 4, 128, 128, 16, True)
+QSA = Model("Qwen4-Exp", 24, 2, 256, 4, 513, False)
+SMALL = Model("small", 8, 2, 64, 16, 4, True)
+
+
+def attention(model: Model, b: int, s: int, context: int) -> Case:
+    """Requests share no page."""
+    pages = -(-context // PAGE)
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        index_heads = model.shared if model.own else 1
+        cache = draw.normal(b * pages, 2, PAGE, model.shared, model.size)
+        # of the blocks that every token of the request sees whole
+        index = draw.chosen(index_heads * b * s, model.chosen, (context - s + 1) // model.block)
+        return dict(
+            query=draw.normal(b * s, model.heads, model.size),
+            key=cache[:, 0],
+            value=cache[:, 1],
+            select_idx=index.view(index_heads, b * s, model.chosen),
+            block_table=draw.table(b, pages),
+            actual_seq_lengths=draw.full(b, value=s),
+            actual_seq_lengths_kv=draw.full(b, value=context),
+            num_key_value_heads=model.shared,
+            scale_value=model.size**-0.5,
+            block_size=model.block,
+            top_k=model.chosen,
+        )
+
+    # a key is read once by all tokens of a request
+    held = b * min(s * model.keys, context)
+    row = BF16 * model.size
+    own = model.shared if model.own else 1
+    return Case(
+        ATTENTION,
+        f"{model.name}, {b} x {s} queries, {_length(context)} tokens",
+        make,
+        lambda arguments: _part(arguments, b, s, ("query",), ("select_idx",)),
+        bytes=float(
+            2 * held * model.shared * row
+            + 2 * b * s * model.heads * row
+            + INT * own * b * s * model.chosen
+        ),
+        flops=4.0 * b * s * model.heads * model.keys * model.size,
+        shape=dict(b=b, s=s, n=model.heads, context=context, m=model.block),
+        reference=False,
+    )
+
+
+def _length(context: int) -> str:
+    return f"{context // 1024}K" if context >= 1024 else str(context)
+
+
+def _part(
+    arguments: Arguments, b: int, s: int, by_token: tuple[str, ...], by_head: tuple[str, ...]
+) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+    """The last tokens, to eight, of the first requests, to two."""
+    kept, last = min(b, 2), min(s, 8)
+    at = torch.arange(kept)[:, None] * s + torch.arange(s - last, s)
+    at = at.flatten().to(arguments["query"].device)
+    of_lengths = [n for n in arguments if n.startswith("actual_seq_lengths")]
+    piece = arguments | {n: arguments[n][:kept] for n in ("block_table", *of_lengths)}
+    piece |= {n: arguments[n][at] for n in by_token}
+    piece |= {n: arguments[n][:, at].contiguous() for n in by_head}
+    piece["actual_seq_lengths"] = torch.full_like(piece["actual_seq_lengths"], last)
+
+    def select(outputs: Outputs) -> Outputs:
+        return [out[at] if out.numel() else out for out in outputs]
+
+    return piece, select
+
+
+def _attention(small: bool) -> list[Case]:
+    if small:
+        return [attention(SMALL, 2, 2, 512)]
+    decode = [attention(model, b, 1, 65536) for model in (M3, QSA) for b in (1, 32, 128)]
+    return [*decode, *(attention(model, 1, 4096, 65536) for model in (M3, QSA))]
+
+
+PRESETS: dict[str, Callable[[bool], list[Case]]] = {ATTENTION: _attention}
