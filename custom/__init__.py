@@ -31,7 +31,11 @@ from ._indexer_loss import (  # noqa: E402
     npu_sparse_lightning_indexer_grad_kl_loss,
 )
 from ._version import __version__  # noqa: E402
-from .attention import attention, npu_fused_attention  # noqa: E402
+from .attention import (  # noqa: E402
+    attention,
+    npu_fused_attention,
+    npu_fused_infer_attention_score_v2,
+)
 from .block_sparse import npu_sparse_attention_score  # noqa: E402
 from .compression import compressor, entry_positions, npu_compressor  # noqa: E402
 from .convolution import (  # noqa: E402
@@ -131,6 +135,7 @@ __all__ = [
     "npu_fused_attention",
     "npu_fused_causal_conv1d",
     "npu_fused_causal_conv1d_v2",
+    "npu_fused_infer_attention_score_v2",
     "npu_fused_sigmoid_gating_delta_rule_update",
     "npu_gated_delta_layer_decode",
     "npu_gated_rms_norm",

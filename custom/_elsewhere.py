@@ -49,7 +49,7 @@ NAMES: dict[str, Elsewhere] = {
     **_same(
         "FlashAttention",
         None,
-        "dense attention over pages is not here, npu_sparse_flash_attention over selected keys is",
+        "dense attention over pages is here for latents alone, npu_fused_infer_attention_score_v2",
         "flash_attn_with_kvcache",
     ),
     **_same(
@@ -111,7 +111,7 @@ NAMES: dict[str, Elsewhere] = {
         "FlashMLA",
         "flash_mla_sparse_fp8",
         "it takes (q, rows, indices, sm_scale) with is_fp8_kvcache's rows of 656 bytes; without "
-        "`indices` it is dense, which is not here",
+        "`indices` it is dense, npu_fused_infer_attention_score_v2",
         "flash_mla_with_kvcache",
     ),
     **_same(
@@ -173,9 +173,15 @@ NAMES: dict[str, Elsewhere] = {
     ),
     **_same(
         "torch_npu",
-        None,
-        "dense attention over pages stays torch_npu's",
+        "npu_fused_infer_attention_score_v2",
+        "over paged latents (MLA): `num_heads` is num_query_heads, `scale` softmax_scale, "
+        "`actual_seq_lengths` actual_seq_qlen and `softmax_lse_flag` return_softmax_lse",
         "npu_fused_infer_attention_score",
+    ),
+    **_same(
+        "torch_npu",
+        None,
+        "dense attention over pages of keys and values stays torch_npu's; over latents it is "
         "npu_fused_infer_attention_score_v2",
         "npu_incre_flash_attention",
         "npu_paged_attention",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +42,45 @@ def op(signature: Public) -> Public:
             raise_in_one_sentence(error, signature.__name__, parameters, args, kwargs)
 
     return public  # type: ignore[return-value]
+
+
+def takes_lists(*names: str) -> Callable[[Public], Public]:
+    """These keywords of the function may be lists of whole numbers: they become tensors on the
+    device of the first argument, and nothing waits for the copy."""
+
+    def taking(function: Public) -> Public:
+        name = function.__name__
+
+        @functools.wraps(function)
+        def public(*args: Any, **kwargs: Any) -> Any:
+            first = args[0] if args else kwargs.get("query")
+            for each in names:
+                value = kwargs.get(each)
+                if isinstance(value, (list, tuple)) and isinstance(first, torch.Tensor):
+                    kwargs[each] = _on_device(name, each, value, first.device)
+            return function(*args, **kwargs)
+
+        return public  # type: ignore[return-value]
+
+    return taking
+
+
+def _on_device(op: str, name: str, values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=torch.int64, device=device)
+    if not all(type(value) is int and abs(value) < 2**63 for value in values):
+        raise TypeError(
+            f"{op}: `{name}` is {values!r}, expected whole numbers. Pass a list of int."
+        )
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=torch.int64, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"{op}: `{name}` is a list, and a graph is being captured, expected a tensor: a replay "
+            "would not see other numbers. Pass a tensor on the device."
+        )
+    pinned = torch.tensor(values, dtype=torch.int64, pin_memory=True)
+    return pinned.to(device, non_blocking=True)
 
 
 def described_by(other: Callable[..., Any]) -> Callable[[Public], Public]:

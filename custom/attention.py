@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""FlashAttention-2, forward and backward."""
+"""FlashAttention-2, forward and backward; dense attention over paged latents."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from ._keywords import worded
+from ._op import op, takes_lists
+from .dispatch.ops.attention.fused_infer_attention_score_v2 import NO_LIMIT
 
 
 @overload
@@ -157,3 +160,136 @@ def attention(
             raise ValueError(f"attention: `{name}` is {value!r}, expected an integer from 1 on.")
     o: Tensor = torch.ops.custom.npu_fused_attention(q, k, v, causal, sm_scale)[0]
     return o
+
+
+@takes_lists("actual_seq_qlen", "actual_seq_kvlen")
+@op
+def npu_fused_infer_attention_score_v2(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    pse_shift: Tensor | None = None,
+    atten_mask: Tensor | None = None,
+    actual_seq_qlen: Tensor | Sequence[int] | None = None,
+    actual_seq_kvlen: Tensor | Sequence[int] | None = None,
+    block_table: Tensor | None = None,
+    dequant_scale_query: Tensor | None = None,
+    dequant_scale_key: Tensor | None = None,
+    dequant_offset_key: Tensor | None = None,
+    dequant_scale_value: Tensor | None = None,
+    dequant_offset_value: Tensor | None = None,
+    dequant_scale_key_rope: Tensor | None = None,
+    quant_scale_out: Tensor | None = None,
+    quant_offset_out: Tensor | None = None,
+    quant_scale_p: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    num_query_heads: int = 1,
+    num_key_value_heads: int = 0,
+    softmax_scale: float = 1.0,
+    pre_tokens: int = NO_LIMIT,
+    next_tokens: int = NO_LIMIT,
+    input_layout: str = "BSH",
+    sparse_mode: int = 0,
+    block_size: int = 0,
+    query_quant_mode: int = 0,
+    key_quant_mode: int = 0,
+    value_quant_mode: int = 0,
+    inner_precise: int = 0,
+    return_softmax_lse: bool = False,
+    query_dtype: int | None = None,
+    key_dtype: int | None = None,
+    value_dtype: int | None = None,
+    query_rope_dtype: int | None = None,
+    key_rope_dtype: int | None = None,
+    key_shared_prefix_dtype: int | None = None,
+    value_shared_prefix_dtype: int | None = None,
+    dequant_scale_query_dtype: int | None = None,
+    dequant_scale_key_dtype: int | None = None,
+    dequant_scale_value_dtype: int | None = None,
+    dequant_scale_key_rope_dtype: int | None = None,
+    out_dtype: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of all heads over the latents of a paged cache, decode and prefill (dense MLA).
+
+    out = softmax(softmax_scale [query, query_rope] . [key, key_rope]) key: absorbed queries meet
+    latents that are keys and values at once.
+
+    Names, defaults and results of torch_npu's op, in its latent form: one key head, `value` is
+    `key`.  Lengths may be tensors, which a captured graph reads anew, or lists, which are copied to
+    the device in each call.
+
+    Formula: DeepSeek-V2 (DeepSeek-AI, 2024), multi-head latent attention, absorbed.
+
+    Args:
+        query: [B, S, N*R] with "BSH"; [B, S, N, R] with "BSND" and "BSND_NBSD"; [T, N, R] with
+            "TND" and "TND_NTD".
+        key: [pages, P, 1, R], [pages, 1, P, R] or [pages, P, R], R to 512, P a multiple of 16.
+        value: the same tensor as `key`.
+        query_rope: like `query` with Dr; None: no rotary part, or already joined.
+        key_rope: like `key` with Dr.
+        pse_shift: None; scores have no bias.
+        atten_mask: not read, and with sparse_mode 0 refused.
+        actual_seq_qlen: [B] lengths, None: all S; with "TND" and "TND_NTD" prefix sums without the
+            leading 0, required.
+        actual_seq_kvlen: [B] lengths, in every layout; required.
+        block_table: [B, max_pages] int32 or int64, required; a page that is not there is absent.
+        dequant_scale_query: None; nothing is quantised here.
+        dequant_scale_key: None; nothing is quantised here.
+        dequant_offset_key: None; nothing is quantised here.
+        dequant_scale_value: None; nothing is quantised here.
+        dequant_offset_value: None; nothing is quantised here.
+        dequant_scale_key_rope: None; nothing is quantised here.
+        quant_scale_out: None; nothing is quantised here.
+        quant_offset_out: None; nothing is quantised here.
+        quant_scale_p: None; nothing is quantised here.
+        learnable_sink: [N] float32, or of the query's dtype: logits that enter the denominator
+            alone.
+        num_query_heads: N.
+        num_key_value_heads: 1 (0 stands for N).
+        softmax_scale: factor of the logits.
+        pre_tokens: with sparse_mode 4 how many keys before its own a query sees.
+        next_tokens: 0 with sparse_mode 4, else the default.
+        input_layout: "BSH", "BSND", "BSND_NBSD", "TND" or "TND_NTD"; behind the underscore that of
+            `out`.
+        sparse_mode: 0, all keys; 3, causal, aligned at the last key; 4, causal with a window.
+        block_size: P, or 0.
+        query_quant_mode: 0.
+        key_quant_mode: 0.
+        value_quant_mode: 0.
+        inner_precise: 0 to 3; always in float32.
+        return_softmax_lse: also return the log-sum-exp of the logits.
+        query_dtype: None.
+        key_dtype: None.
+        value_dtype: None.
+        query_rope_dtype: None.
+        key_rope_dtype: None.
+        key_shared_prefix_dtype: None.
+        value_shared_prefix_dtype: None.
+        dequant_scale_query_dtype: None.
+        dequant_scale_key_dtype: None.
+        dequant_scale_value_dtype: None.
+        dequant_scale_key_rope_dtype: None.
+        out_dtype: None.
+
+    Returns:
+        out, as `query` or [N, B, S, R], [N, T, R]; lse float32 [B, N, S, 1] or [T, N, 1], natural,
+        without the sink; shape [0] unless `return_softmax_lse`.  A query that sees nothing gets
+        out 0, lse -inf.
+
+    Raises:
+        ValueError: a shape, layout, device or option does not fit.
+        TypeError: a type or dtype does not fit.
+
+    >>> import torch, custom
+    >>> cache, table = torch.randn(4, 16, 1, 32), torch.tensor([[3, 1]])
+    >>> q = torch.randn(1, 1, 8, 32)
+    >>> out, _ = custom.npu_fused_infer_attention_score_v2(
+    ...     q, cache, cache, actual_seq_kvlen=[20], block_table=table, num_query_heads=8,
+    ...     num_key_value_heads=1, input_layout="BSND", softmax_scale=32**-0.5,
+    ... )
+    >>> out.shape
+    torch.Size([1, 1, 8, 32])
+    """

@@ -142,6 +142,13 @@ PURPOSES = (
         ("compute_index_loss_sparse", "npu_sparse_lightning_indexer_grad_kl_loss"),
     ),
     Purpose(
+        "dense attention over paged latents (MLA)",
+        "对分页潜向量的稠密注意力（MLA）",
+        HALF,
+        "design/fused_infer_attention_score_v2.md",
+        ("npu_fused_infer_attention_score_v2",),
+    ),
+    Purpose(
         "dense attention",
         "稠密注意力",
         HALF,

@@ -54,7 +54,8 @@ def _outputs(case: Case, arguments: Arguments) -> Outputs:
 
 
 def _copy(arguments: Arguments) -> Arguments:
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in arguments.items()}
+    copies = {id(v): v.clone() for v in arguments.values() if isinstance(v, Tensor)}
+    return {k: copies.get(id(v), v) for k, v in arguments.items()}
 
 
 def relative_error(ours: Outputs, wanted: Outputs) -> float:

@@ -85,6 +85,24 @@ def sparse_attention(
     return torch.cat(out).view(batch, length, heads, rank)
 
 
+def dense_latents(
+    query: Tensor,
+    key: Tensor,
+    query_rope: Tensor,
+    key_rope: Tensor,
+    block_table: Tensor,
+    softmax_scale: float,
+    **_: Any,
+) -> Tensor:
+    """[B, S, N, R] of requests that fill their tables, a token each; a request at a time."""
+    out = []
+    for q, q_rope, pages in zip(query, query_rope, block_table.long(), strict=True):
+        latent, rope = key[pages].flatten(0, 2), key_rope[pages].flatten(0, 2)
+        logits = (q @ latent.mT + q_rope @ rope.mT).float() * softmax_scale
+        out.append(logits.softmax(-1).to(q.dtype) @ latent)
+    return torch.stack(out)
+
+
 def lightning_indexer(
     query: Tensor, key: Tensor, weights: Tensor, block_table: Tensor, sparse_count: int, **_: Any
 ) -> tuple[Tensor, Tensor]:

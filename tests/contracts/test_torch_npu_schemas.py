@@ -29,12 +29,22 @@ CHANGED = {
 }
 # scales may be in the weights; and what ours takes beyond theirs, behind all of theirs
 OPTIONAL = {("npu_quant_lightning_indexer", "query_dequant_scale")}
+# theirs are lists, as torchair's are not; our function takes both
+DENSE = "npu_fused_infer_attention_score_v2"
+TENSORS = {(DENSE, "actual_seq_qlen"), (DENSE, "actual_seq_kvlen")}
 MORE = {
     "npu_lightning_indexer": ["cmp_ratio"],
     "npu_quant_lightning_indexer": ["cmp_ratio"],
     "npu_kv_quant_sparse_flash_attention": ["sinks", "row_layout"],
     "npu_sparse_flash_attention_grad": ["d_softmax_sum"],
 }
+
+
+def _ours(name: str, argument: str, kind: str) -> str:
+    if (name, argument) in TENSORS:
+        assert kind == "Optional[List[int]]"
+        return "Optional[Tensor]"
+    return f"Optional[{kind}]" if (name, argument) in OPTIONAL else kind
 
 
 def described(schema: torch.FunctionSchema) -> list[tuple]:
@@ -63,6 +73,7 @@ def test_every_op_of_the_same_name_is_there():
         "npu_fused_causal_conv1d",
         "npu_fused_causal_conv1d_v2",
         "npu_mla_prolog_v3",
+        DENSE,
     }
     assert set(THEIRS) <= {spec.name for spec in SPECS}
 
@@ -73,7 +84,7 @@ def test_names_order_types_and_defaults_are_torch_npu_s(name):
     wanted = [
         (
             argument,
-            f"Optional[{kind}]" if (name, argument) in OPTIONAL else kind,
+            _ours(name, argument, kind),
             keyword,
             CHANGED.get((name, argument), (None, default))[1],
         )

@@ -668,6 +668,45 @@ def _sized(*names: str) -> Callable[[Case, torch.dtype], tuple[Arguments, Garbag
     return build
 
 
+def _latent(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    """Dense attention over paged latents."""
+    p, n, d = _Ragged(case), case["n"], case["d"]
+    p.rows("query", dtype, n, d)
+    p.keys("key", dtype, d)
+    if case["dr"]:
+        p.rows("query_rope", dtype, n, case["dr"])
+        p.keys("key_rope", dtype, case["dr"])
+    p.lengths("actual_seq_qlen", "actual_seq_kvlen")
+    given, layout = p.arguments, p.layout_query
+    if case["turned"]:
+        layout += "_NTD" if layout == "TND" else "_NBSD"
+    elif case["flat"] and layout == "BSND":
+        layout = "BSH"
+        for name in ("query", "query_rope"):
+            if name in given:
+                given[name] = given[name].flatten(-2)
+                p.garbage[name] = p.garbage[name].flatten(-2)
+    options: Arguments = dict(
+        num_query_heads=n,
+        num_key_value_heads=1,
+        softmax_scale=0.2,
+        input_layout=layout,
+        sparse_mode=case["mode"],
+        return_softmax_lse=True,
+    )
+    if case["mode"] == 4:
+        options |= dict(pre_tokens=case["window"], next_tokens=0)
+    if case["sinks"]:
+        options["learnable_sink"] = torch.randn(n, dtype=torch.float64).to(accumulator(dtype))
+    return in_one(case["op"], given) | options, p.garbage
+
+
+def in_one(op: str, given: Arguments) -> Arguments:
+    """What an op takes twice as one tensor."""
+    same = dict(value=given["key"]) if op == "npu_fused_infer_attention_score_v2" else {}
+    return given | same
+
+
 _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
     "layer": _layer,
     "indexer": _lightning_indexer,
@@ -679,6 +718,7 @@ _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
     "kl loss": _kl_loss,
     "loss": _loss,
     "fused": _fused,
+    "latent": _latent,
     "step": _step,
     "chunks": _chunks,
     "kda": _kda,

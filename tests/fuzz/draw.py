@@ -145,6 +145,19 @@ def _fused(r: Random, backward: bool) -> Case:
     )
 
 
+def _latent(r: Random, backward: bool) -> Case:
+    return _ragged(r, backward) | dict(
+        layouts=(r.choice(["BSND", "TND"]), "PA_BSND"),
+        n=r.choice([1, 3, 4, 16, 20]),
+        dr=r.choice([0, 16]),
+        mode=r.choice([0, 3, 4]),
+        window=r.choice([0, 1, 5, 16, 100]),
+        turned=r.random() < 0.4,
+        flat=r.random() < 0.5,
+        sinks=r.random() < 0.3,
+    )
+
+
 def _lengths(r: Random) -> list[int]:
     """References take them token by token: beyond a chunk now and then."""
     sequences = r.choice([0, *[1, 2, 3] * 4])
@@ -373,6 +386,7 @@ KIND = {
     "npu_indexer_loss_backward": "loss",
     "npu_fused_attention": "fused",
     "npu_fused_attention_backward": "fused",
+    "npu_fused_infer_attention_score_v2": "latent",
     "npu_fused_sigmoid_gating_delta_rule_update": "step",
     "npu_gated_delta_layer_decode": "layer step",
     "npu_chunk_gated_delta_rule": "chunks",
@@ -404,6 +418,7 @@ _SIZES: dict[str, Callable[[Random, bool], Case]] = {
     "kl loss": _kl_loss,
     "loss": _loss,
     "fused": _fused,
+    "latent": _latent,
     "step": _step,
     "layer step": _layer_step,
     "chunks": _chunks,
@@ -447,6 +462,7 @@ _WIDE: dict[str, Callable[[Random], Case]] = {
         keys=[r.choice([9, 150]) for _ in range(3)],
         **dict.fromkeys(("d", "dv"), r.choice([64, 128, 256])),
     ),
+    "latent": lambda r: dict(n=r.choice([8, 12, 16, 64, 96, 128]), d=512, dr=64, window=100),
     "step": lambda r: dict(k=128, v=128),
     "chunks": lambda r: dict(
         lengths=[r.choice([1, 64, 65, 130]), r.choice([0, 3, 16])], dk=128, dv=128

@@ -19,7 +19,7 @@ from torch import Tensor
 import custom
 
 from ..support.calls import mutated
-from .build import CPU, build
+from .build import CPU, build, in_one
 from .draw import Case
 from .legal import each_tensor
 
@@ -103,7 +103,7 @@ def check(case: Case, device: torch.device = CPU) -> str:
     spec = BY_NAME[case["op"]]
     function = getattr(custom, spec.name, overload(spec))
     arguments, _ = build(case, getattr(torch, case["dtype"]))
-    given = each_tensor(arguments, lambda _, x: x.to(device, copy=True))
+    given = in_one(case["op"], each_tensor(arguments, lambda _, x: x.to(device, copy=True)))
     name, how, value = spoiled(case, given)
     given[name] = value
     kept = {n: given[n].detach().clone() for n in mutated(spec) if isinstance(given.get(n), Tensor)}

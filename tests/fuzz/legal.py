@@ -25,7 +25,7 @@ import custom
 from ..support import layer_v4
 from ..support.accuracy import assert_close_to_float64
 from ..support.calls import mutated
-from .build import Arguments, Garbage, build, by_reference
+from .build import Arguments, Garbage, build, by_reference, in_one
 from .draw import KIND, Case
 
 Outputs = dict[str, Tensor]
@@ -124,7 +124,7 @@ def disguised(
     for kind, change in (("strided", _strided), ("offset", _offset)):
         if kind in chosen:
             out = each_tensor(out, lambda _, x, f=change: f(x, r) if r.random() < 0.5 else x)
-    return out
+    return in_one(case["op"], out)
 
 
 def _of_decays(q: Tensor, k: Tensor, exact: Outputs, eps: float) -> Tensor:

@@ -500,6 +500,26 @@ def _fused_attention(m: Maker, B: int = 2, S: int = 7) -> Arguments:
     )
 
 
+def _fused_infer_attention_score_v2(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    key = m.normal(8, P, 1, R)
+    return dict(
+        query=m.normal(B, S, 4, R),
+        key=key,
+        value=key,
+        query_rope=m.normal(B, S, 4, DR),
+        key_rope=m.normal(8, P, 1, DR),
+        actual_seq_qlen=m.ints(*[S, S][:B]),
+        actual_seq_kvlen=m.ints(*[20, 45][:B]),
+        block_table=m.ints(*[[3, 1, -1], [7, 2, 5]][:B]).view(B, 3),
+        num_query_heads=4,
+        num_key_value_heads=1,
+        softmax_scale=0.2,
+        input_layout="BSND",
+        sparse_mode=3,
+        return_softmax_lse=True,
+    )
+
+
 def _fused_attention_backward(m: Maker, B: int = 2, S: int = 7) -> Arguments:
     forward = _fused_attention(m, B, S)
     o, lse = torch.ops.custom.npu_fused_attention(**forward)
@@ -765,6 +785,7 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_lightning_indexer_grad_kl_loss": _grad_kl_loss,
     "npu_fused_attention": _fused_attention,
     "npu_fused_attention_backward": _fused_attention_backward,
+    "npu_fused_infer_attention_score_v2": _fused_infer_attention_score_v2,
     "npu_fused_sigmoid_gating_delta_rule_update": _delta_rule_update,
     "npu_chunk_gated_delta_rule": _chunk_gated_delta_rule,
     "npu_chunk_gated_delta_rule_grad": _chunk_gated_delta_rule_grad,
