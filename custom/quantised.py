@@ -107,11 +107,13 @@ def npu_latent_cache_write(
     row_layout: str,
     scale_format: str = "ue8m0",
     k_nope_clip_alpha: Tensor | None = None,
+    rope_head_dim: int = 64,
 ) -> None:
     """Quantise latents by tiles, and write each with its rotary key to its row of 8 bits.
 
     A row is 512 values, 4 float32 scales and 64 rotary keys of 16 bits, which are not quantised, in
-    the order that `row_layout` says. The formula of a tile is that of `npu_index_cache_write`.
+    the order that `row_layout` says. The formula of a tile is that of `npu_index_cache_write`. With
+    `rope_head_dim` 0 a row is values and scales alone, 528 bytes, in either order the same.
 
     Rows of DeepSeek-V4 (row_layout "v4") are 448 values, rounded to bfloat16 first, and 64 rotary
     channels; behind the P rows of 576 bytes of a page come their P x 8 scales, exponents of powers
@@ -124,10 +126,10 @@ def npu_latent_cache_write(
     Args:
         ckv: [T, 512] latents, after their norm; "v4": [T, 448], the channels before the rotary
             ones.
-        k_rope: [T, 64] bfloat16 or float16, after its rotation; "v4": bfloat16.
+        k_rope: [T, rope_head_dim] bfloat16 or float16, after its rotation; "v4": bfloat16.
         rows: [pages, P, 1, 656] uint8, or the dtype of the values, updated in place; pages may lie
-            apart. "v4": [pages, P, 1, 584] uint8, any P; engines round the stride of a page up to a
-            multiple of 576.
+            apart. [pages, P, 1, 528] with `rope_head_dim` 0. "v4": [pages, P, 1, 584] uint8, any P;
+            engines round the stride of a page up to a multiple of 576.
         slots: [T] int32 or int64, page * P + offset; negative or out of range: not written;
             none twice.
         kind: "fp8" (e4m3) or "int8"; "v4": "fp8".
@@ -137,6 +139,7 @@ def npu_latent_cache_write(
             s = max(amax, 1e-4) / 448 (vLLM, SGLang; not "v4").
         k_nope_clip_alpha: [1] float32, times amax it is what the scale is for, and the rest is
             clipped; None is 1.
+        rope_head_dim: rotary keys of a row, 64 or 0; "v4": 64.
 
     Returns:
         Nothing.
@@ -388,10 +391,11 @@ def npu_kv_quant_sparse_flash_attention(
     Formula: FlashMLA (DeepSeek-AI, 2025) and torch_npu's op of this name.
 
     Args:
-        query: [B, S, N, 576] (BSND) or [T, N, 576] (TND), 512 latent and 64 rotary dims.
+        query: [B, S, N, 576] (BSND) or [T, N, 576] (TND), 512 latent and 64 rotary dims; [.., 512]
+            with `rope_head_dim` 0.
         key: rows of 656 bytes, [B, S2, 1, 656], [T2, 1, 656] or pages [pages, P, 1, 656] with
             `block_table`; float8_e4m3fn, int8, or uint8 with `key_dtype`. Pages may lie apart. The
-            rotary keys are of the query's dtype.
+            rotary keys are of the query's dtype. Rows of 528 bytes with `rope_head_dim` 0.
         value: as `key`, usually the same tensor.
         sparse_indices: [B, S, 1, K] or [T, 1, K] int32 or int64, positions of blocks; one that is
             negative, or that its token does not see, is absent.
@@ -412,7 +416,7 @@ def npu_kv_quant_sparse_flash_attention(
         attention_mode: 2, absorbed latent attention; torch_npu's default 0 is refused, there too.
         quant_scale_repo_mode: 1, scales in the rows.
         tile_size: 128.
-        rope_head_dim: 64.
+        rope_head_dim: rotary keys of a row, 64 or 0 (rows of 528 bytes).
         key_dtype: of a uint8 `key`: torch.float8_e4m3fn or torch.int8.
         value_dtype: of a uint8 `value`, likewise.
         sinks: [N] float32, a logit a head that only adds to the denominator.
@@ -478,7 +482,8 @@ def npu_kv_quant_sparse_flash_attention_lse(
     Formula: as `npu_kv_quant_sparse_flash_attention`.
 
     Args:
-        query: [B, S, N, 576] (BSND) or [T, N, 576] (TND), 512 latent and 64 rotary dims.
+        query: [B, S, N, 576] (BSND) or [T, N, 576] (TND), 512 latent and 64 rotary dims; [.., 512]
+            with `rope_head_dim` 0.
 
     Returns:
         out: [B, S, N, 512] or [T, N, 512], dtype of `query`.

@@ -322,7 +322,7 @@ TWINS: dict[str, Twin] = {
             "tile_size",
             "rope_head_dim",
         ),
-        fixed=dict(row_layout="nope_rope_scale"),
+        fixed=dict(row_layout="nope_rope_scale", rope_head_dim=64),
         lacks=("key_dtype", "value_dtype"),
         outputs=("attention_out",),
         returns=("attention_out",),

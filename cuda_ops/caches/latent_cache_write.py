@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Latents [T, 512], quantised by tiles of 128, and rotary keys [T, 64] to rows of 656 bytes; or
+"""Latents [T, 512], quantised by tiles of 128, and rotary keys [T, 64] to rows of 656 bytes, or
+none to rows of 528; or
 [T, 448] by tiles of 64, and rotary channels, to the pages of row_layout "v4".
 
 A tile is a row of the kernel; in the first it takes a quarter of its token's rotary keys along, in
@@ -61,7 +62,6 @@ def _write(
     token = at // OF_ROW
     tile = at % OF_ROW
     d = tile[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    r = tile[:, None] * (ROTARY // OF_ROW) + tl.arange(0, ROTARY // OF_ROW)[None, :]
     slot = tl.load(slots + token, mask=at < tiles, other=-1).to(tl.int64)
     valid = (slot >= 0) & (slot < total)
     slot = tl.where(valid, slot, 0)
@@ -75,9 +75,11 @@ def _write(
     to = values + (outer * values_page + inner * values_row)[:, None] + d
     tl.store(to, x, mask=valid[:, None])
     tl.store(scales + outer * scales_page + inner * scales_row + tile, scale, mask=valid)
-    turned = tl.load(k_rope + token[:, None] * rope_row + r, mask=valid[:, None], other=0)
-    to = rope + (outer * rope_page + inner * rope_slot)[:, None] + r
-    tl.store(to, turned, mask=valid[:, None])
+    if ROTARY > 0:
+        r = tile[:, None] * (ROTARY // OF_ROW) + tl.arange(0, ROTARY // OF_ROW)[None, :]
+        turned = tl.load(k_rope + token[:, None] * rope_row + r, mask=valid[:, None], other=0)
+        to = rope + (outer * rope_page + inner * rope_slot)[:, None] + r
+        tl.store(to, turned, mask=valid[:, None])
 
 
 @triton.jit(do_not_specialize=["tiles", "page", "total"])
@@ -189,6 +191,6 @@ def forward(**x: Unpack[Arguments]) -> None:
         TILES=TILES,
         OF_ROW=of_row,
         SIZE=quantised.TILE,
-        ROTARY=quantised.ROTARY,
+        ROTARY=x["rope_head_dim"],
         num_warps=4,
     )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Attention over selected rows of 656 bytes: the kernel of sparse_flash_attention.py, which makes
+"""Attention over selected rows of 8 bits: the kernel of sparse_flash_attention.py, which makes
 of values and scales, on their way to the product, what they stand for.
 
 Tiles and order are those of the bf16 op, so that scales which are powers of two give its bits.
@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...dispatch.common import quantised
+from ...dispatch.common import rope as rotary
 from ...dispatch.ops.sparse_attention.kv_quant_sparse_flash_attention import Arguments
 from . import sparse_flash_attention
 
@@ -35,7 +36,7 @@ def unsupported(
         return f"query is {query.dtype}, supported float16 and bfloat16"
     return sparse_flash_attention.unsupported(
         query=query.narrow(-1, 0, quantised.LATENT),
-        query_rope=query.narrow(-1, quantised.LATENT, quantised.ROTARY),
+        query_rope=query[..., quantised.LATENT :],
         key=key,
         value=value,
         sparse_indices=sparse_indices,
@@ -60,8 +61,8 @@ def attended(
     rotary part of the queries, where it is no part of `query`."""
     query = x["query"]
     if query_rope is None:
-        query, query_rope = query.split([quantised.LATENT, quantised.ROTARY], -1)
+        query, query_rope = query.split([quantised.LATENT, x["rope_head_dim"]], -1)
     key, rope, key_scale = _parts(x["key"], x["key_dtype"], x["row_layout"], query)
     value, _rope, value_scale = _parts(x["value"], x["value_dtype"], x["row_layout"], query)
-    of_rows = (query_rope, rope, key_scale, value_scale, statistics)
+    of_rows = (*rotary.given(query_rope, rope), key_scale, value_scale, statistics)
     return sparse_flash_attention.attend(x, query, key, value, x["sparse_indices"], *of_rows)

@@ -148,7 +148,7 @@ class Layer:
             value_dequant_scale=None,
             quant_scale_repo_mode=1,
             tile_size=quantised.TILE,
-            rope_head_dim=quantised.ROTARY,
+            rope_head_dim=self.sin.shape[-1],
             key_dtype=None,
             value_dtype=None,
             row_layout=self.row_layout,

@@ -4,6 +4,7 @@
 
     row, 656 bytes a token    nope_scale_rope   512 values | 4 fp32 scales | 64 x 16 bit    CUDA
                               nope_rope_scale   512 values | 64 x 16 bit | 4 fp32 scales    Ascend
+    row, 528 bytes            either            512 values | 4 fp32 scales                  no rope
     page, P * 584             v4                P x (448 e4m3 | 64 bf16), then P x 8 ue8m0
                                                 scales, of 64 values each and a zero        CUDA
     index page, P * 132       P x 128 e4m3 values, then P fp32 scales                       CUDA
@@ -22,6 +23,7 @@ from torch import Tensor
 VALUES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LATENT, ROTARY, TILE, INDEX = 512, 64, 128, 128
 ROW, PACKED = 656, 132  # bytes of a latent row, and of an index key in a packed page
+NOPE_ROW = ROW - 2 * ROTARY  # of a latent row without rotary keys
 NOPE_SCALE_ROPE, NOPE_ROPE_SCALE = "nope_scale_rope", "nope_rope_scale"
 # a row of DeepSeek-V4: values, rotary channels, and scales, one a tile and one of padding
 V4, V4_VALUES, V4_TILE, V4_SCALES = "v4", 448, 64, 8
@@ -66,14 +68,21 @@ def seen_as(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.as_strided(x.shape, (*steps, 1)).view(dtype)
 
 
+def row_bytes(rope_head_dim: int) -> int:
+    """Of a latent row with so many rotary keys, 64 or none."""
+    return NOPE_ROW + 2 * rope_head_dim
+
+
 def row_parts(
     rows: Tensor, row_layout: str, values: torch.dtype, rotary: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(nope [.., 512], rope [.., 64], scale [.., 4]) of rows [.., 656], views."""
-    rope, scale = _PLACES[row_layout]
+    """(nope [.., 512], rope [.., 64], scale [.., 4]) of rows [.., 656], or with rope [.., 0] of
+    rows [.., 528]; views."""
+    bare = rows.shape[-1] == NOPE_ROW
+    rope, scale = (LATENT, LATENT) if bare else _PLACES[row_layout]
     return (
         rows.narrow(-1, 0, LATENT).view(values),
-        seen_as(rows.narrow(-1, rope, 2 * ROTARY), rotary),
+        seen_as(rows.narrow(-1, rope, 0 if bare else 2 * ROTARY), rotary),
         seen_as(rows.narrow(-1, scale, 4 * (LATENT // TILE)), torch.float32),
     )
 
@@ -90,15 +99,16 @@ def v4_parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def row_views(rows: Tensor, row_layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The latent values, rotary keys and scales of a cache of 656-byte rows, as views of it.
+    """The latent values, rotary keys and scales of a cache of rows of 8 bits, as views of it.
 
     Args:
-        rows: [.., 656] float8_e4m3fn, int8, or uint8 (whose values come back as uint8).
+        rows: [.., 656] float8_e4m3fn, int8, or uint8 (whose values come back as uint8); [.., 528]
+            without rotary keys, where both orders are one.
         row_layout: "nope_scale_rope" (FlashMLA, vLLM, SGLang) or "nope_rope_scale" (torch_npu).
 
     Returns:
         nope: [.., 512], dtype of `rows`.
-        rope: [.., 64] bfloat16.
+        rope: [.., 64] bfloat16; [.., 0] without rotary keys.
         scale: [.., 4] float32, one for every 128 values.
 
     Raises:
@@ -115,15 +125,16 @@ def row_views(rows: Tensor, row_layout: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def convert_rows(rows: Tensor, src: str, dst: str) -> Tensor:
-    """A copy of 656-byte rows in the other order of their three parts; no number changes.
+    """A copy of rows of 8 bits in the other order of their three parts; no number changes.
 
     Args:
-        rows: [.., 656] float8_e4m3fn, int8 or uint8.
+        rows: [.., 656] float8_e4m3fn, int8 or uint8; [.., 528] without rotary keys, where both
+            orders are one.
         src: the order they are in, "nope_scale_rope" or "nope_rope_scale".
         dst: the order that is wanted.
 
     Returns:
-        [.., 656], contiguous, dtype of `rows`.
+        Shape and dtype of `rows`, contiguous.
 
     Raises:
         ValueError: a layout, the row's size or a stride does not fit.
@@ -136,6 +147,8 @@ def convert_rows(rows: Tensor, src: str, dst: str) -> Tensor:
     True
     """
     _check_rows("convert_rows", rows, src=src, dst=dst)
+    if rows.shape[-1] == NOPE_ROW:
+        return rows.clone(memory_format=torch.contiguous_format)
     out = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
     given = rows.view(torch.uint8)
     sizes = (2 * ROTARY, 4 * (LATENT // TILE))
@@ -174,7 +187,7 @@ def index_cache_views(pages: Tensor, kind: str) -> tuple[Tensor, Tensor]:
             f"index_cache_views: `kind` is {kind!r}, expected 'fp8': only such caches are packed. "
             "Pass the two tensors of another cache as they are."
         )
-    _check_bytes("index_cache_views", "pages", pages, PACKED, torch.uint8)
+    _check_bytes("index_cache_views", "pages", pages, (PACKED,), torch.uint8)
     inner = pages.shape[1:-1]
     if inner not in ((inner[0],), (inner[0], 1)):
         raise ValueError(
@@ -210,20 +223,21 @@ def _check_rows(function: str, rows: Tensor, **layouts: str) -> None:
                 f"{function}: `{name}` is {layout!r}, expected one of "
                 f"{', '.join(map(repr, _PLACES))}."
             )
-    _check_bytes(function, "rows", rows, ROW, torch.uint8, *VALUES.values())
+    _check_bytes(function, "rows", rows, (ROW, NOPE_ROW), torch.uint8, *VALUES.values())
 
 
-def _check_bytes(function: str, name: str, tensor: Tensor, size: int, *dtypes: torch.dtype) -> None:
+def _check_bytes(
+    function: str, name: str, tensor: Tensor, sizes: tuple[int, ...], *dtypes: torch.dtype
+) -> None:
     if tensor.dtype not in dtypes:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(
             f"{function}: `{name}` is {str(tensor.dtype).removeprefix('torch.')}, expected "
             f"{wanted}. Take the cache's own bytes with .view()."
         )
-    if tensor.ndim < 2 or tensor.shape[-1] != size:
-        raise ValueError(
-            f"{function}: `{name}` has shape {list(tensor.shape)}, expected [.., {size}]."
-        )
+    if tensor.ndim < 2 or tensor.shape[-1] not in sizes:
+        wanted = " or ".join(f"[.., {size}]" for size in sizes)
+        raise ValueError(f"{function}: `{name}` has shape {list(tensor.shape)}, expected {wanted}.")
     if tensor.numel() and tensor.stride(-1) != 1:
         raise ValueError(
             f"{function}: `{name}` has stride {tensor.stride(-1)} in its last dimension, expected "

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Latents [T, 512] as int8, in tiles of 128, and rotary keys [T, 64] to rows of 656 bytes.
+"""Latents [T, 512] as int8, in tiles of 128, and rotary keys [T, 64] to rows of 656 bytes; without
+these to rows of 528.
 
 A slot that is negative or past the cache makes empty copies: the mask is a bound on their length.
 """
@@ -47,7 +48,6 @@ def write(
     """ROW: bytes of a row; the strides of the pages are in numbers of each part's own dtype."""
     t = tl.arange(0, TILES)
     d = t[:, None] * SIZE + tl.arange(0, SIZE)[None]
-    r = tl.arange(0, ROTARY)
     fits = 1.0
     if ALPHA:
         fits = tl.load(alpha)
@@ -65,8 +65,10 @@ def write(
         tl.store(to, x, mask=(t < of_tiles)[:, None])
         to = scales + outer * scales_page + inner * (ROW // 4) + t
         tl.store(to, scale, mask=t < of_tiles)
-        turned = tl.load(k_rope + row.to(tl.int64) * rope_row + r)
-        tl.store(rope + outer * rope_page + inner * (ROW // 2) + r, turned, mask=r < of_rope)
+        if ROTARY > 0:
+            r = tl.arange(0, ROTARY)
+            turned = tl.load(k_rope + row.to(tl.int64) * rope_row + r)
+            tl.store(rope + outer * rope_page + inner * (ROW // 2) + r, turned, mask=r < of_rope)
 
 
 def unsupported(ckv: Tensor, kind: str, row_layout: str, **_: Any) -> str | None:
@@ -84,6 +86,7 @@ def forward(
     row_layout: str,
     scale_format: str,
     k_nope_clip_alpha: Tensor | None,
+    rope_head_dim: int,
 ) -> None:
     if ckv.shape[0] * rows.numel() == 0:
         return
@@ -105,10 +108,10 @@ def forward(
         values.stride(0),
         rope.stride(0),
         scales.stride(0),
-        ROW=quantised.ROW,
+        ROW=rows.shape[-1],
         TILES=quantised.LATENT // quantised.TILE,
         SIZE=quantised.TILE,
-        ROTARY=quantised.ROTARY,
+        ROTARY=rope_head_dim,
         ALPHA=k_nope_clip_alpha is not None,
         **tune.only("latent_cache_write.write").keywords,
     )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Attention over selected int8 rows of 656 bytes: the kernels of sparse_flash_attention.py, whose
+"""Attention over selected int8 rows: the kernels of sparse_flash_attention.py, whose
 copies make of values and scales what they stand for, rounded once."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def unsupported(
         query.narrow(-1, 0, quantised.LATENT),
         key,
         value,
-        query.narrow(-1, quantised.LATENT, quantised.ROTARY),
+        query[..., quantised.LATENT :],
         None,
         block_table,
         sparse_indices,
@@ -64,6 +64,7 @@ def attended(
     layout_kv: str,
     sparse_mode: int,
     sinks: Tensor | None,
+    rope_head_dim: int,
     row_layout: str,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,13 +82,13 @@ def attended(
     )
     return sparse_flash_attention.attended(
         query.narrow(-1, 0, quantised.LATENT),
-        query.narrow(-1, quantised.LATENT, quantised.ROTARY),
+        query.narrow(-1, quantised.LATENT, rope_head_dim),
         *parts,
         sparse_indices,
         scale_value,
         sparse_block_size,
         sinks,
         plan,
-        ROTARY=quantised.ROTARY,
+        ROTARY=rope_head_dim,
         TILES=quantised.LATENT // quantised.TILE,
     )

@@ -57,7 +57,7 @@ def layout_of_rows(c: Checker, row_layout: str) -> None:
 
 
 def rows(c: Checker, name: str, tensor: Tensor, row_layout: str) -> None:
-    """656-byte rows whose shape is known; they hold floats of 4 bytes."""
+    """Rows whose shape is known; they hold floats of 4 bytes."""
     layout_of_rows(c, row_layout)
     c.dense_rows(**{name: tensor})
     reason = quantised.misplaced(tensor, 4)
@@ -112,7 +112,7 @@ def latent_mode(
     tile_size: int,
     **repo_modes: Any,
 ) -> bool:
-    """Whether a prolog writes rows of 656 bytes: by torch_npu's words."""
+    """Whether a prolog writes rows of 8 bits: by torch_npu's words."""
     c.require(
         kv_cache_quant_mode in (0, 3),
         f"`kv_cache_quant_mode` is {kv_cache_quant_mode}, expected 0 (none) or 3 (a scale for each "
@@ -136,12 +136,22 @@ def latent_mode(
     return in_rows
 
 
+def rope_head_dim(c: Checker, size: int) -> None:
+    """Of rows of 8 bits."""
+    c.require(
+        size in (quantised.ROTARY, 0),
+        f"`rope_head_dim` is {size}, expected {quantised.ROTARY} or 0: the rotary keys of a row.",
+    )
+
+
 def latent_caches(
-    kv_cache: Tensor, kr_cache: Tensor, in_rows: bool
+    kv_cache: Tensor, kr_cache: Tensor, sin: Tensor, in_rows: bool
 ) -> dict[str, tuple[Tensor, str]]:
     """Their shapes, for a prolog's table."""
     if in_rows:
-        return dict(kv_cache=(kv_cache, f"pages P 1 {quantised.ROW}"))
+        bare = sin.ndim > 0 and sin.shape[-1] == 0
+        size = quantised.row_bytes(0 if bare else quantised.ROTARY)
+        return dict(kv_cache=(kv_cache, f"pages P 1 {size}"))
     return dict(kv_cache=(kv_cache, "pages P 1 R"), kr_cache=(kr_cache, "pages P 1 Dr"))
 
 
@@ -174,10 +184,11 @@ def latents(
         f"`kr_cache` has shape {list(kr_cache.shape)}, expected one with a size of 0: the rotary "
         "keys are in the rows of `kv_cache`.",
     )
-    for letter, size in (("R", quantised.LATENT), ("Dr", quantised.ROTARY)):
+    for letter, sizes in (("R", (quantised.LATENT,)), ("Dr", (quantised.ROTARY, 0))):
         c.require(
-            c.sizes[letter] == size,
-            f"{letter} is {c.sizes[letter]}, expected {size}: rows have no other.",
+            c.sizes[letter] in sizes,
+            f"{letter} is {c.sizes[letter]}, expected {' or '.join(map(str, sizes))}: rows have no "
+            "other.",
         )
     clip(c, alpha)
 

@@ -102,7 +102,7 @@ def check_as(op: str, rows: str = "B S", **x: Unpack[Arguments]) -> None:
         rope_sin=(x["rope_sin"], f"{rows} Dr"),
         rope_cos=(x["rope_cos"], f"{rows} Dr"),
         weight_uk=(x["weight_uk"], "N Dn R"),
-        **quantization.latent_caches(kv_cache, kr_cache, in_rows),
+        **quantization.latent_caches(kv_cache, kr_cache, x["rope_sin"], in_rows),
     )
     scales = dict(
         weight_dq=weight_args.Scale("dequant_scale_w_dq", x["dequant_scale_w_dq"]),

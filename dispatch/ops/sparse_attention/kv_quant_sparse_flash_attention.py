@@ -2,8 +2,8 @@
 # Copyright the npu-custom-ops authors
 """Arguments and output of npu_kv_quant_sparse_flash_attention; rows as in common/quantised.py.
 
-    query [.., N, 512 + 64]   key, value [.., 1, 656] of 8 bits   sparse_indices [.., 1, K]
-    out [.., N, 512]
+    query [.., N, 512 + Dr]   key, value [.., 1, 528 + 2 Dr] of 8 bits   sparse_indices [.., 1, K]
+    out [.., N, 512]          Dr = rope_head_dim, 64 or 0
 
 As npu_sparse_flash_attention, on the cache that the rows stand for: a value times its tile's
 scale, rounded once to the query's dtype.
@@ -62,7 +62,6 @@ _MODES = {
     "value_quant_mode": (2, "a scale for each token and tile"),
     "quant_scale_repo_mode": (1, "scales in the rows"),
     "tile_size": (quantised.TILE, "the values that share a scale"),
-    "rope_head_dim": (quantised.ROTARY, "the rotary keys of a row"),
 }
 
 
@@ -98,9 +97,11 @@ def check_as(op: str, **x: Unpack[Arguments]) -> None:
         c.fail(
             f"`key` is {kinds['key']} and `value` {kinds['value']}, expected one kind.", TypeError
         )
-    c.shape("query", query, f"{rows} N {quantised.LATENT + quantised.ROTARY}")
+    rotary = x["rope_head_dim"]
+    quantization.rope_head_dim(c, rotary)
+    c.shape("query", query, f"{rows} N {quantised.LATENT + rotary}")
     for name, (cache, _) in caches.items():
-        c.shape(name, cache, f"{keys} 1 {quantised.ROW}")
+        c.shape(name, cache, f"{keys} 1 {quantised.row_bytes(rotary)}")
         quantization.rows(c, name, cache, x["row_layout"])
     c.shape("sparse_indices", sparse_indices, f"{rows} 1 K")
     c.dense_rows(query=query, sparse_indices=sparse_indices)

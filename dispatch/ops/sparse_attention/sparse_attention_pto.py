@@ -132,7 +132,7 @@ def check_attention(
         sin=(a.sin, "B S Dr"),
         cos=(a.cos, "B S Dr"),
         w_uk=(a.w_uk, "N Dn R"),
-        **quantization.latent_caches(kv_cache, kr_cache, in_rows),
+        **quantization.latent_caches(kv_cache, kr_cache, a.sin, in_rows),
         **more_floats,
     )
     integers = dict(

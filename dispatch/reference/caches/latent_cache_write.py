@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Latents, in tiles, and rotary keys into rows of 656 or 584 bytes, see quantizers.py."""
+"""Latents, in tiles, and rotary keys into rows of 656, 528 or 584 bytes, see quantizers.py."""
 
 from __future__ import annotations
 

@@ -82,6 +82,7 @@ def with_rows(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, weight_ar
             row_layout=a["row_layout"],
             scale_format=scale_format,
             k_nope_clip_alpha=a["k_nope_clip_alpha"],
+            rope_head_dim=rope_sin.shape[-1],
         )
     return (
         query.view(*tokens, heads, rank),

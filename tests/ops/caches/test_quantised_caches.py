@@ -170,6 +170,68 @@ def test_v4_rows(page, step, dtype, device, backend):
         assert got.numpy().tobytes() == bytes(want)
 
 
+@pytest.mark.parametrize("row_layout", ["nope_scale_rope", "nope_rope_scale"])
+@pytest.mark.parametrize("kind, scale_format", FORMATS)
+def test_latent_rows_without_rotary_keys(row_layout, kind, scale_format, device, backend):
+    """512 values and 4 scales, the same bytes in both orders."""
+    page, between = 32, 528
+    ckv, slots = hostile(20, 512), some_slots(20, 2 * page)
+    rows = pages_of(2, page, 528, between)
+    wanted = [bytearray(each.contiguous().numpy().tobytes()) for each in rows]
+    values, scales = quantised(ckv.unflatten(1, (4, 128)), kind, scale_format)
+    for i, slot in there(slots, 2 * page):
+        raw, first = wanted[slot // page], slot % page * 528
+        raw[first : first + 512] = values[i].tobytes()
+        struct.pack_into("<4f", raw, first + 512, *scales[i])
+    cache = moved(pages_of(2, page, 528, between), device)
+    before = log.calls["npu_latent_cache_write", backend]
+    custom.npu_latent_cache_write(
+        ckv.to(device),
+        torch.zeros(20, 0, dtype=torch.bfloat16, device=device),
+        cache[:, :, None],
+        slots.to(device),
+        kind=kind,
+        row_layout=row_layout,
+        scale_format=scale_format,
+        rope_head_dim=0,
+    )
+    assert log.calls["npu_latent_cache_write", backend] == before + 1
+    for got, want in zip(cache.cpu(), wanted, strict=True):
+        assert got.contiguous().numpy().tobytes() == bytes(want)
+    parts = custom.row_views(cache, row_layout)
+    assert [part.shape[-1] for part in parts] == [512, 0, 4]
+    assert torch.equal(custom.convert_rows(cache, "nope_scale_rope", "nope_rope_scale"), cache)
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (dict(rope_head_dim=32), "`rope_head_dim` is 32, expected 64 or 0: the rotary keys of a"),
+        (dict(rope_head_dim=0), r"`k_rope` has shape \[1, 64\], expected"),
+        (dict(k_rope=torch.zeros(1, 0).bfloat16()), r"`k_rope` has shape \[1, 0\], expected"),
+        (
+            dict(rope_head_dim=0, k_rope=torch.zeros(1, 0).bfloat16()),
+            r"`rows` has shape .*656\], expected .*528",
+        ),
+        (
+            dict(rope_head_dim=0, row_layout="v4"),
+            "`rope_head_dim` is 0, expected 64: rows of row_layout 'v4' have no other",
+        ),
+    ],
+)
+def test_rotary_keys_of_another_size_are_refused(options, sentence):
+    given = dict(
+        ckv=torch.zeros(1, 512),
+        k_rope=torch.zeros(1, 64).bfloat16(),
+        rows=torch.zeros(2, 16, 1, 656, dtype=torch.uint8),
+        slots=torch.zeros(1, dtype=torch.int32),
+        kind="fp8",
+        row_layout="nope_rope_scale",
+    )
+    with pytest.raises(ValueError, match=f"^npu_latent_cache_write: {sentence}"):
+        custom.npu_latent_cache_write(**given | options)
+
+
 def test_v4_rows_read_back():
     """What a tile's scale and e4m3 give is exact in bfloat16; NaN and zeros stay what they are."""
     x = torch.randn(6, 512) * torch.exp2(torch.randint(-20, 9, (6, 1)).float())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Attention over rows of 656 bytes: bit for bit the op on the cache that they stand for, and, from
+"""Attention over rows of 8 bits: bit for bit the op on the cache that they stand for, and, from
 the bytes on, a solution of this file's own in float64."""
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ class Problem:
         block=1,
         requests=RAGGED,
         dtype=NARROW,
+        rotary=64,
     ):
-        self.row_layout, self.block, self.dtype = row_layout, block, dtype
+        self.row_layout, self.block, self.dtype, self.rotary = row_layout, block, dtype, rotary
+        width = 528 + 2 * rotary
         self.rows, self.keys = zip(*requests, strict=True)
         total, tokens = sum(self.keys), sum(self.rows)
         pages = [-(-n // page) for n in self.keys]
-        step = page * 656 + between
+        step = page * width + between
         cache = torch.full(((sum(pages) + 2) * step,), HOSTILE, dtype=torch.uint8)
-        cache = cache.as_strided((sum(pages) + 2, page, 1, 656), (step, 656, 656, 1))
+        cache = cache.as_strided((sum(pages) + 2, page, 1, width), (step, width, width, 1))
         order = torch.randperm(len(cache)).tolist()
         self.table = torch.full((len(pages), max(pages) + 1), -1, dtype=torch.int32)
         slots = []
@@ -60,16 +62,17 @@ class Problem:
         self.slots = torch.tensor(slots)
         custom.npu_latent_cache_write(
             torch.randn(total, 512) * torch.exp2(torch.randint(-3, 3, (total, 1))),
-            torch.randn(total, 64).to(dtype),
+            torch.randn(total, rotary).to(dtype),
             cache,
             self.slots,
             kind=kind,
             row_layout=row_layout,
             scale_format=scale_format,
+            rope_head_dim=rotary,
         )
         self.cache = cache if kind == "fp8" else cache.view(torch.int8)
         self.values = torch.float8_e4m3fn if kind == "fp8" else torch.int8
-        self.query = torch.randn(tokens, heads, 576).to(dtype)
+        self.query = torch.randn(tokens, heads, 512 + rotary).to(dtype)
         most = max(self.keys) // block + 3
         self.indices = torch.stack([torch.randperm(most)[:count] for _ in range(tokens)])
         self.indices[0] = -1  # a row without keys, beside those of a request without any
@@ -98,6 +101,7 @@ class Problem:
                 layout_kv="PA_BSND",
                 key_dtype=number,
                 value_dtype=number,
+                rope_head_dim=self.rotary,
                 row_layout=self.row_layout,
             )
             | more
@@ -123,7 +127,7 @@ class Problem:
 
     def solved(self, sparse_mode=3, sinks=None) -> list[tuple[np.ndarray, ...]]:
         """(out [N, 512], max, sum) of every token, from the bytes, in float64."""
-        at_rope, at_scale = NUMPY[self.row_layout]
+        at_rope, at_scale = NUMPY[self.row_layout] if self.rotary else (512, 512)
         page = self.cache.shape[1]
         out, t, first = [], 0, 0
         for rows, keys in zip(self.rows, self.keys, strict=True):
@@ -144,9 +148,8 @@ class Problem:
                     scale = np.frombuffer(raw[at_scale : at_scale + 16], np.float32)
                     product = torch.from_numpy(numbers.numpy() * np.repeat(scale, 128))
                     latent.append(product.to(self.dtype).double().numpy())
-                    part = torch.frombuffer(
-                        bytearray(raw[at_rope : at_rope + 128]), dtype=self.dtype
-                    )
+                    part = np.frombuffer(raw[at_rope : at_rope + 2 * self.rotary], np.int16)
+                    part = torch.from_numpy(part.copy()).view(self.dtype)
                     rope.append(part.double().numpy())
                 out.append(solve(self.query[t].double().numpy(), latent, rope, sinks))
                 t += 1
@@ -216,6 +219,11 @@ def test_the_bits_of_the_op_on_the_dequantised_cache(
         dict(heads=16, count=600, requests=[(9, 700)]),
         dict(heads=64, count=600, requests=[(9, 700)]),
         dict(heads=16, count=2048, requests=[(2, 2500)]),
+        dict(heads=12, rotary=0, between=528),
+        dict(heads=20, rotary=0, block=4, count=6, between=4),
+        dict(heads=96, rotary=0, kind="int8", count=20, requests=[(2, 90)]),
+        # GLM-5.3-Flash: pools of 4, 512 and the open one
+        dict(heads=64, rotary=0, block=4, count=513, requests=[(2, 2102)], page=64),
     ],
     ids=str,
 )
@@ -230,9 +238,9 @@ def test_sizes(sizes, device, backend, monkeypatch):
 
 @pytest.mark.parametrize("row_layout", list(NUMPY))
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-@pytest.mark.parametrize("mode, sinks", [(3, True), (0, False)])
-def test_from_the_bytes_on(row_layout, kind, mode, sinks, device, backend):
-    problem = Problem(kind, row_layout, scale_format="fp32")
+@pytest.mark.parametrize("mode, sinks, rotary", [(3, True, 64), (0, False, 64), (3, True, 0)])
+def test_from_the_bytes_on(row_layout, kind, mode, sinks, rotary, device, backend):
+    problem = Problem(kind, row_layout, scale_format="fp32", rotary=rotary)
     sink = torch.randn(5) if sinks else None
     given = problem.arguments(device, sparse_mode=mode)
     given["sinks"] = None if sink is None else sink.to(device)
@@ -379,7 +387,8 @@ def test_slots_as_flash_mla_names_them(sink, typed, device):
         (dict(value_quant_mode=3), "`value_quant_mode` is 3, expected 2"),
         (dict(quant_scale_repo_mode=0), "`quant_scale_repo_mode` is 0, expected 1"),
         (dict(tile_size=64), "`tile_size` is 64, expected 128"),
-        (dict(rope_head_dim=0), "`rope_head_dim` is 0, expected 64"),
+        (dict(rope_head_dim=32), "`rope_head_dim` is 32, expected 64 or 0"),
+        (dict(rope_head_dim=0), r"`query` has shape .*576\], expected .*512"),
         (dict(key_dequant_scale=torch.zeros(1)), "`key_dequant_scale` is given, expected None"),
         (dict(row_layout="scale_first"), "`row_layout` is 'scale_first', expected one of"),
         (dict(key_dtype=None), "`key` is uint8 and `key_dtype` is None"),
@@ -410,4 +419,5 @@ def test_rows_that_are_no_656_bytes():
 def test_under_the_interpreter():
     """The kernels on CPU tensors, on a machine without a GPU."""
     chosen = "False-fp8-ue8m0 or False-int8-ue8m0-nope_rope or 48 or own or slots or True-int8"
+    chosen += " or True-64-int8 or True-0-fp8-nope_scale or 528"
     interpreted.passes(chosen, __file__)
