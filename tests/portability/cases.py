@@ -26,6 +26,7 @@ def cases() -> Iterator[tuple[str, str, Make]]:
     beyond = (
         _attention,
         _sparse,
+        _latents,
         _shared_kv,
         _gradients,
         _indexer,
@@ -98,6 +99,44 @@ def _sparse() -> Iterator[tuple[str, str, Make]]:
         return _rows(64, 64, 512, 64, value=_bf16(1, 8192, 1, 512))
 
     yield op, "H64 512 + 64, 64 x 8192, value apart", value
+
+
+def _latents() -> Iterator[tuple[str, str, Make]]:
+    """What the benchmark's rows have not: packed tokens in pages of 16, a window, sinks, no rope,
+    narrow latents."""
+    op = "npu_fused_infer_attention_score_v2"
+    for heads, rank, rope, page in [(96, 512, 64, 16), (12, 512, 0, 128), (64, 200, 40, 128)]:
+
+        def make(
+            at: torch.device,
+            seed: int,
+            n: int = heads,
+            r: int = rank,
+            dr: int = rope,
+            p: int = page,
+        ) -> dict[str, Any]:
+            key = _bf16(1024, p, 1, r)
+            given = dict(
+                query=_bf16(640, n, r),
+                key=key,
+                value=key,
+                actual_seq_qlen=_int32(3),
+                actual_seq_kvlen=_int32(3),
+                block_table=_int32(3, 300),
+                learnable_sink=_bf16(n),
+                num_query_heads=n,
+                num_key_value_heads=1,
+                input_layout="TND_NTD",
+                sparse_mode=4,
+                pre_tokens=1000,
+                next_tokens=0,
+                return_softmax_lse=True,
+            )
+            if dr:
+                given |= dict(query_rope=_bf16(640, n, dr), key_rope=_bf16(1024, p, 1, dr))
+            return given
+
+        yield op, f"H{heads} {rank} + {rope}, packed, pages of {page}, window, sinks", make
 
 
 def _shared_kv() -> Iterator[tuple[str, str, Make]]:
