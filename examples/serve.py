@@ -186,36 +186,23 @@ class Engine:
         cos, sin = self.model.model.rotary_emb(hidden, positions.clamp(min=0))
         for number in numbers:
             layer, w, pools = self.layers[number], self.weights[number], self.caches.layers[number]
-            arguments = (
-                layer.input_layernorm(hidden),
-                w.dq,
-                w.uq_qr,
-                w.uk,
-                w.dkv_kr,
-                w.gamma_cq,
-                w.gamma_ckv,
-                sin,
-                cos,
-                slots,
-                pools.kv,
-                pools.kr,
-                table,
-                lengths,
+            arguments = w.arguments | dict(
+                x=layer.input_layernorm(hidden),
+                cache_index=slots,
+                kv_cache=pools.kv,
+                kr_cache=pools.kr,
+                sin=sin,
+                cos=cos,
+                block_table=table,
+                act_seqs=lengths,
             )
             if isinstance(w, SparseAttentionWeights):
                 latent, indices = custom.npu_sparse_attention_indices_pto(
-                    *arguments,
-                    w.idx_qb,
-                    w.idx_k,
-                    w.idx_proj,
-                    w.idx_gamma_k,
-                    w.idx_beta_k,
-                    pools.index_k,
-                    **w.options,
+                    **arguments, index_k_cache=pools.index_k
                 )
             else:  # attends to what a layer before it has selected
                 assert indices is not None
-                latent = custom.npu_sparse_attention_shared_pto(*arguments, indices, **w.options)
+                latent = custom.npu_sparse_attention_shared_pto(**arguments, sparse_indices=indices)
             hidden = hidden + layer.self_attn.o_proj(w.values(latent))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return hidden, indices

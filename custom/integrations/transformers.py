@@ -146,42 +146,29 @@ def _attended(
     """(what the attention adds, the positions that it attends to where a layer hands them on)"""
     module, w, caches, pools, block_table = state
     slots = caches.slots(token_positions(lengths, x.shape[1]), block_table).where(there, -1)
-    arguments: Any = (
-        x.contiguous(),
-        w.dq,
-        w.uq_qr,
-        w.uk,
-        w.dkv_kr,
-        w.gamma_cq,
-        w.gamma_ckv,
-        sin,
-        cos,
-        slots,
-        pools.kv,
-        pools.kr,
-        block_table,
-        lengths,
+    arguments: dict[str, Any] = w.arguments | dict(
+        x=x.contiguous(),
+        sin=sin,
+        cos=cos,
+        cache_index=slots,
+        kv_cache=pools.kv,
+        kr_cache=pools.kr,
+        block_table=block_table,
+        act_seqs=lengths,
     )
     if isinstance(w, SparseAttentionWeights):
-        arguments += (
-            w.idx_qb,
-            w.idx_k,
-            w.idx_proj,
-            w.idx_gamma_k,
-            w.idx_beta_k,
-            pools.index_k,
-        )
+        arguments["index_k_cache"] = pools.index_k
         if _is_shared(module.config, module.layer_idx + 1):
-            latent, indices = npu_sparse_attention_indices_pto(*arguments, **w.options)
+            latent, indices = npu_sparse_attention_indices_pto(**arguments)
         else:
-            latent = npu_sparse_attention_pto(*arguments, **w.options)
+            latent = npu_sparse_attention_pto(**arguments)
     elif indices is None:
         raise ValueError(
             "custom.integrations.transformers: `prev_topk_indices` is None, expected the selection "
             f"that layer {module.layer_idx} shares. Pass the third result of the layer before it."
         )
     else:
-        latent = npu_sparse_attention_shared_pto(*(*arguments, indices), **w.options)
+        latent = npu_sparse_attention_shared_pto(**arguments, sparse_indices=indices)
     return module.o_proj(w.values(latent)), indices
 
 

@@ -167,27 +167,16 @@ def by_our_op(attention, rotary, x, steps, weight_format="nz"):
         positions = token_positions(lengths, tokens)
         cos, sin = rotary(x, positions)
         latent = custom.npu_sparse_attention_pto(
-            x[:, begin:end].contiguous(),
-            w.dq,
-            w.uq_qr,
-            w.uk,
-            w.dkv_kr,
-            w.gamma_cq,
-            w.gamma_ckv,
-            sin,
-            cos,
-            caches.slots(positions),
-            pools.kv,
-            pools.kr,
-            caches.block_table,
-            lengths,
-            w.idx_qb,
-            w.idx_k,
-            w.idx_proj,
-            w.idx_gamma_k,
-            w.idx_beta_k,
-            pools.index_k,
-            **w.options,
+            x=x[:, begin:end].contiguous(),
+            sin=sin,
+            cos=cos,
+            cache_index=caches.slots(positions),
+            kv_cache=pools.kv,
+            kr_cache=pools.kr,
+            index_k_cache=pools.index_k,
+            block_table=caches.block_table,
+            act_seqs=lengths,
+            **w.arguments,
         )
         out.append(attention.o_proj(w.values(latent)))
     return torch.cat(out, 1)

@@ -230,6 +230,9 @@ class NoIndexerOp(SparseAttnIndexer):
         nn.Module.__init__(self)
 
 
+Pair = tuple[Tensor, Tensor]  # what is not rotated, and what is
+
+
 class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
     """Takes the arguments of vLLM's layer and computes the same, on our ops."""
 
@@ -397,7 +400,7 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
 
     def projected(
         self, positions: Tensor, x: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
+    ) -> tuple[Pair, Pair, tuple[Tensor, Tensor, Tensor] | None]:
         """Queries [T, N, R] and [T, N, Dr], keys [T, R] and [T, Dr], and what selects them."""
         q_latent, latent, k_rope = self.fused_qkv_a_proj(x)[0].split(self.latent_sizes, -1)
         q_latent = self.q_a_layernorm(q_latent.contiguous())
@@ -424,8 +427,8 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
     def stages(
         self,
         batch: SparseMetadata,
-        queries: tuple[Tensor, Tensor],
-        row: tuple[Tensor, Tensor],
+        queries: Pair,
+        row: Pair,
         index: tuple[Tensor, Tensor, Tensor] | None,
     ) -> Tensor:
         """Latents [T, N, R]: write the batch's rows to the caches, select, attend."""
@@ -435,20 +438,17 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
             q, k, weights = (each[:t] for each in index)
             selected = cache.select(batch, q, k, weights, self.selection.shape[1])
             self.selection[:t] = selected[:, 0]
-        q, q_rope, latent, k_rope = (each[:t] for each in (*queries, *row))
         latents = self.packed_latents if self.packed else self.latents
-        return latents(batch, q, q_rope, latent, k_rope, self.selection[:t, None])
+        return latents(
+            batch,
+            (queries[0][:t], queries[1][:t]),
+            (row[0][:t], row[1][:t]),
+            self.selection[:t, None],
+        )
 
-    def latents(
-        self,
-        batch: SparseMetadata,
-        q: Tensor,
-        q_rope: Tensor,
-        latent: Tensor,
-        k_rope: Tensor,
-        selected: Tensor,
-    ) -> Tensor:
+    def latents(self, batch: SparseMetadata, queries: Pair, row: Pair, selected: Tensor) -> Tensor:
         """Write the latents [T, R] and rotary keys [T, Dr]; attend to those selected."""
+        (q, q_rope), (latent, k_rope) = queries, row
         write(self.kv_cache, latent, batch.slots)
         write(self.rotary.kv_cache, k_rope, batch.slots)
         return npu_sparse_flash_attention(
@@ -465,15 +465,10 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
         )[0]
 
     def packed_latents(
-        self,
-        batch: SparseMetadata,
-        q: Tensor,
-        q_rope: Tensor,
-        latent: Tensor,
-        k_rope: Tensor,
-        selected: Tensor,
+        self, batch: SparseMetadata, queries: Pair, row: Pair, selected: Tensor
     ) -> Tensor:
         """The same on rows of 656 bytes: e4m3, scales, and rotary keys of 16 bits."""
+        (q, q_rope), (latent, k_rope) = queries, row
         rows = self.kv_cache.view(torch.float8_e4m3fn)
         layout: dict[str, Any] = dict(row_layout=quantised.NOPE_SCALE_ROPE)
         k_rope = k_rope.to(quantised.rotary_dtype(q))
