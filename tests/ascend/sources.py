@@ -13,8 +13,6 @@ from pathlib import Path
 # the tiles that were chosen are in the lowered text, and versions in the key; a planted mistake
 # changes no real run, and words no result
 _LEFT_OUT = (".tune", ".controls", ".versions", ".log", ".errors")
-# lists: what is said of one op is in its own module
-_LISTS = {"custom.dispatch.registry": "OPS"}
 
 
 def path(module: str) -> tuple[str, str]:
@@ -49,8 +47,6 @@ def _read(name: str) -> tuple[str, tuple[str, ...]]:
     if spec is None or spec.origin is None:
         raise ImportError(name)
     tree = ast.parse(text(spec.origin))
-    if name in _LISTS:
-        tree.body = [x for x in tree.body if not _assigns(x, _LISTS[name])]
     package = name if spec.submodule_search_locations else name.rpartition(".")[0]
     imported: list[str] = []
     for node in ast.walk(tree):
@@ -72,10 +68,6 @@ def _is_module(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, AttributeError):
         return False
-
-
-def _assigns(node: ast.stmt, name: str) -> bool:
-    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
 
 
 def _is_docstring(node: ast.AST) -> bool:
