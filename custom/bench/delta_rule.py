@@ -486,18 +486,14 @@ def _three_ops(arguments: Arguments) -> Callable[[], Any]:
             "silu",
             conv_state_indices=x["state_indices"],
         )
-        q, k, v = (
-            y.unflatten(-1, (-1, size)) for y in mixed.split([keys, keys, values * size], -1)
-        )
+        q_k_v = mixed.split([keys, keys, values * size], -1)
         out = torch.ops.custom.npu_fused_sigmoid_gating_delta_rule_update(
             x["A_log"],
             x["a"],
             x["dt_bias"],
             1.0,
             20.0,
-            q,
-            k,
-            v,
+            *(y.unflatten(-1, (-1, size)) for y in q_k_v),
             x["b"],
             x["states"],
             x["state_indices"],

@@ -19,6 +19,17 @@ POOL = 12
 TABLE = ((4, 8, 2, 9), (1, 6, 11, 3), (0, 5, 7, 10))
 
 
+def moved(x: dict[str, Any], dtype: torch.dtype, device: Any) -> dict[str, Any]:
+    """Copies of the tensors on the device, those of floats in the dtype."""
+
+    def one(y: Any) -> Any:
+        if not isinstance(y, Tensor):
+            return y
+        return y.to(dtype if y.dtype.is_floating_point else y.dtype, copy=True).to(device)
+
+    return {name: one(y) for name, y in x.items()}
+
+
 @dataclass(frozen=True)
 class Whole:
     lengths: tuple[int, ...]
@@ -47,12 +58,7 @@ class Whole:
         )
 
     def moved(self, x: dict[str, Any], dtype: torch.dtype, device: Any) -> dict[str, Any]:
-        def one(y: Any) -> Any:
-            if not isinstance(y, Tensor):
-                return y
-            return y.to(dtype if y.dtype.is_floating_point else y.dtype).to(device)
-
-        made = {name: one(y) for name, y in x.items()}
+        made = moved(x, dtype, device)
         if self.strided:
             made["x"] = torch.stack([made["x"], made["x"]], -2)[..., 0, :]
             for name in ("weight", "initial_states"):
@@ -101,12 +107,7 @@ class Step:
         )
 
     def moved(self, x: dict[str, Any], dtype: torch.dtype, device: Any) -> dict[str, Any]:
-        def one(y: Any) -> Any:
-            if not isinstance(y, Tensor):
-                return y
-            return y.to(dtype if y.dtype.is_floating_point else y.dtype, copy=True).to(device)
-
-        made = {name: one(y) for name, y in x.items()}
+        made = moved(x, dtype, device)
         if self.turned:
             for name in ("conv_states", "weight", "intermediate_conv_window"):
                 if made[name] is not None:
@@ -152,12 +153,7 @@ class Pooled:
         )
 
     def moved(self, x: dict[str, Any], dtype: torch.dtype, device: Any) -> dict[str, Any]:
-        def one(y: Any) -> Any:
-            if not isinstance(y, Tensor):
-                return y
-            return y.to(dtype if y.dtype.is_floating_point else y.dtype, copy=True).to(device)
-
-        made = {name: one(y) for name, y in x.items()}
+        made = moved(x, dtype, device)
         if self.turned:
             for name in ("conv_states", "weight"):
                 made[name] = made[name].mT.contiguous().mT
