@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Grouped-query attention to chosen blocks of positions: MiniMax-M3, Qwen4-Exp."""
+"""Blocks of positions that heads choose, and attention to them: MiniMax-M3, Qwen4-Exp."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._keywords import worded
+from ._op import op
 
 
 @overload
@@ -159,3 +160,63 @@ def npu_sparse_attention_score(
         return_softmax_lse=return_softmax_lse,
     )
     return (out, lse) if return_softmax_lse else out
+
+
+@op
+def npu_block_indexer(
+    query: Tensor,
+    key: Tensor,
+    block_table: Tensor,
+    *,
+    actual_seq_lengths: Tensor,
+    actual_seq_lengths_key: Tensor,
+    block_size: int = 128,
+    top_k: int = 16,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+    return_value: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The blocks of positions that each head of a packed query scores highest.
+
+    score[n, w] = max over the positions p of block w of query[n] . key[p]
+
+    Token j of the n tokens of a request with L keys stands at L - n + j, and sees the positions up
+    to its own: an open block is scored by what it has so far. The first `init_blocks` and the last
+    `local_blocks` blocks in sight are always among the chosen. Equal scores go to the lower block.
+    A key on a page that is not there is absent, and so is a block of which every key is.
+
+    Formula: MiniMax-M3 (2026): no ReLU, no scale, no weights of heads.
+
+    Args:
+        query: [T, N, D], the tokens of all requests behind one another.
+        key: [pages, P, 1, D], dtype of `query`; P a multiple of 16; pages may lie apart.
+        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where there is
+            none.
+        actual_seq_lengths: [B] int32 or int64, tokens of each request; those behind are of none.
+        actual_seq_lengths_key: [B] likewise, its keys, this call's included.
+        block_size: positions of a block, 1 or more, whatever P is.
+        top_k: blocks of a token and head, the forced ones included.
+        init_blocks: how many of the first are always chosen.
+        local_blocks: how many of the last, the token's own the last of them.
+        return_value: whether the second result is wanted.
+
+    Returns:
+        select_idx: int32 [N, T, top_k], ascending blocks, -1 where fewer exist, as
+            `npu_sparse_attention_score` takes them.
+        values: their scores of the same shape, float32 (float64 of float64), forced ones' too; 0
+            where there is no block; [0] unless asked for.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> query, key = torch.randn(3, 4, 64), torch.randn(5, 16, 1, 64)
+    >>> index, _ = custom.npu_block_indexer(
+    ...     query, key, torch.tensor([[3, 1], [4, 0]]), actual_seq_lengths=torch.tensor([1, 2]),
+    ...     actual_seq_lengths_key=torch.tensor([20, 32]), block_size=8, top_k=2,
+    ... )
+    >>> index.shape
+    torch.Size([4, 3, 2])
+    """

@@ -104,11 +104,11 @@ PURPOSES = (
         ("npu_sparse_flash_attention", "npu_sparse_flash_attention_grad"),
     ),
     Purpose(
-        "attention to chosen blocks, grouped queries",
-        "对选中块的分组查询注意力",
+        "choose blocks of keys, attention to them (grouped queries)",
+        "选取键块，并对选中块做分组查询注意力",
         HALF,
         "design/sparse_attention_score.md",
-        ("npu_sparse_attention_score",),
+        ("npu_block_indexer", "npu_sparse_attention_score"),
     ),
     Purpose(
         "both on caches of 8 bits",

@@ -429,9 +429,9 @@ def topk(
     chunks = 16 if rows <= 16 else 8 if rows <= 64 else 4 if rows <= 512 else 1
     # one chunk may hold all that matters: high scores come together
     room = 2 * BLOCK if chunks == 1 else BLOCK
-    candidates = memory.empty((rows, chunks, room), torch.int64, device)
-    counts = memory.empty((rows, chunks), torch.int32, device)
     long = width > 2 * BLOCK
+    candidates = memory.empty((rows if long else 0, chunks, room), torch.int64, device)
+    counts = memory.empty((rows, chunks), torch.int32, device)
     chained = long and gpu.has_chained_launch(device)
     together = {"launch_pdl": True} if chained else {}
     if long:

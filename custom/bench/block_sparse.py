@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Rows for attention to chosen blocks: 16 of 128 a head of keys (MiniMax-M3), 512 of 4 and the open
-one, which both heads of keys share (Qwen4-Exp)."""
+"""Rows for blocks and attention to them: 16 of 128 a head of keys (MiniMax-M3), 512 of 4 and the
+open one, which both heads of keys share (Qwen4-Exp)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .case import Arguments, Case, Draw, Outputs
 from .sparse_attention import BF16
 
-INT, PAGE = 4, 128
-ATTENTION = "npu_sparse_attention_score"
+INT, FLOAT, PAGE = 4, 4, 128  # bytes, and rows
+ATTENTION, INDEXER = "npu_sparse_attention_score", "npu_block_indexer"
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,10 @@ def attention(model: Model, b: int, s: int, context: int) -> Case:
             top_k=model.chosen,
         )
 
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        piece, at = _part(arguments, b, s, ("query",), ("select_idx",))
+        return piece, lambda outputs: [out[at] if out.numel() else out for out in outputs]
+
     # a key is read once by all tokens of a request
     held = b * min(s * model.keys, context)
     row = BF16 * model.size
@@ -72,7 +77,7 @@ def attention(model: Model, b: int, s: int, context: int) -> Case:
         ATTENTION,
         f"{model.name}, {b} x {s} queries, {_length(context)} tokens",
         make,
-        lambda arguments: _part(arguments, b, s, ("query",), ("select_idx",)),
+        part,
         bytes=float(
             2 * held * model.shared * row
             + 2 * b * s * model.heads * row
@@ -84,27 +89,61 @@ def attention(model: Model, b: int, s: int, context: int) -> Case:
     )
 
 
+def indexer(model: Model, b: int, s: int, context: int) -> Case:
+    """As many heads as there are of keys in the attention, on one of keys."""
+    pages = -(-context // PAGE)
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        return dict(
+            query=draw.normal(b * s, model.shared, model.size),
+            key=draw.normal(b * pages, PAGE, 1, model.size),
+            block_table=draw.table(b, pages),
+            actual_seq_lengths=draw.full(b, value=s),
+            actual_seq_lengths_key=draw.full(b, value=context),
+            block_size=model.block,
+            top_k=model.chosen,
+            return_value=True,
+        )
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        """Values, not indices: scores that differ by rounding may swap near-ties."""
+        piece, at = _part(arguments, b, s, ("query",), ())
+        return piece, lambda outputs: [outputs[1][:, at]]
+
+    rows = b * s * model.shared
+    return Case(
+        INDEXER,
+        f"{model.name}, {b} x {s} queries, {_length(context)} tokens",
+        make,
+        part,
+        bytes=float(
+            b * context * BF16 * model.size
+            + rows * (BF16 * model.size + (INT + FLOAT) * model.chosen)
+        ),
+        flops=2.0 * rows * context * model.size,
+        shape=dict(b=b, s=s, n=model.shared, context=context, m=model.block),
+        reference=False,
+        ordered=False,
+    )
+
+
 def _length(context: int) -> str:
     return f"{context // 1024}K" if context >= 1024 else str(context)
 
 
 def _part(
     arguments: Arguments, b: int, s: int, by_token: tuple[str, ...], by_head: tuple[str, ...]
-) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
-    """The last tokens, to eight, of the first requests, to two."""
+) -> tuple[Arguments, Tensor]:
+    """The last tokens, to eight, of the first requests, to two; and which they are."""
     kept, last = min(b, 2), min(s, 8)
-    at = torch.arange(kept)[:, None] * s + torch.arange(s - last, s)
-    at = at.flatten().to(arguments["query"].device)
+    at = (torch.arange(kept)[:, None] * s + torch.arange(s - last, s)).flatten()
+    at = at.to(arguments["query"].device)
     of_lengths = [n for n in arguments if n.startswith("actual_seq_lengths")]
     piece = arguments | {n: arguments[n][:kept] for n in ("block_table", *of_lengths)}
     piece |= {n: arguments[n][at] for n in by_token}
     piece |= {n: arguments[n][:, at].contiguous() for n in by_head}
-    piece["actual_seq_lengths"] = torch.full_like(piece["actual_seq_lengths"], last)
-
-    def select(outputs: Outputs) -> Outputs:
-        return [out[at] if out.numel() else out for out in outputs]
-
-    return piece, select
+    return piece | dict(actual_seq_lengths=torch.full_like(piece["actual_seq_lengths"], last)), at
 
 
 def _attention(small: bool) -> list[Case]:
@@ -114,4 +153,10 @@ def _attention(small: bool) -> list[Case]:
     return [*decode, *(attention(model, 1, 4096, 65536) for model in (M3, QSA))]
 
 
-PRESETS: dict[str, Callable[[bool], list[Case]]] = {ATTENTION: _attention}
+def _indexer(small: bool) -> list[Case]:
+    if small:
+        return [indexer(SMALL, 2, 2, 512)]
+    return [*(indexer(M3, b, 1, 65536) for b in (1, 32, 128)), indexer(M3, 1, 4096, 65536)]
+
+
+PRESETS: dict[str, Callable[[bool], list[Case]]] = {ATTENTION: _attention, INDEXER: _indexer}

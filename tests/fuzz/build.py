@@ -238,7 +238,7 @@ def _sparse_flash_attention(case: Case, dtype: torch.dtype) -> tuple[Arguments, 
     return given | dict(d_out=p.arguments["d_out"], layout=p.layout_query), p.garbage
 
 
-def _attention_to_blocks(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+def _over_blocks(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     if not case["rows"]:
         return sample(case["op"], CPU, dtype, case["seed"], B=0), {}
     problem = Blocks(
@@ -255,8 +255,14 @@ def _attention_to_blocks(case: Case, dtype: torch.dtype) -> tuple[Arguments, Gar
         sinks=case["sinks"],
         spare=case["spare"],
     )
-    given = problem.arguments(CPU, dtype) | dict(return_softmax_lse=True)
-    garbage = {name: given[name].isnan() for name in ("key", "value")}
+    if case["op"] == "npu_block_indexer":
+        given = problem.scored(CPU, dtype)
+        init, local = case["forced"]
+        count = max(case["k"], init + local)
+        given |= dict(init_blocks=init, local_blocks=local, top_k=count, return_value=True)
+    else:
+        given = problem.arguments(CPU, dtype) | dict(return_softmax_lse=True)
+    garbage = {name: given[name].isnan() for name in ("key", "value") if name in given}
     return given | {n: given[n].masked_fill(where, 0) for n, where in garbage.items()}, garbage
 
 
@@ -711,7 +717,7 @@ _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
     "layer": _layer,
     "indexer": _lightning_indexer,
     "attention": _sparse_flash_attention,
-    "blocks": _attention_to_blocks,
+    "blocks": _over_blocks,
     "shared kv": _shared_kv,
     "shared kv rows": _shared_kv,
     "latents": _latent_rows,

@@ -91,6 +91,7 @@ def _blocks(r: Random, backward: bool) -> Case:
         own=r.random() < 0.5,
         counts=r.random() < 0.5,
         sinks=r.random() < 0.4,
+        forced=r.choice([(0, 0), (0, 1), (1, 1), (0, 3)]),
     )
 
 
@@ -377,6 +378,7 @@ KIND = {
     "npu_sparse_flash_attention": "attention",
     "npu_sparse_flash_attention_grad": "attention",
     "npu_sparse_attention_score": "blocks",
+    "npu_block_indexer": "blocks",
     "npu_sparse_attn_sharedkv": "shared kv",
     "npu_sparse_attn_sharedkv_grad": "shared kv",
     "npu_kv_quant_sparse_attn_sharedkv": "shared kv rows",
@@ -500,8 +502,13 @@ COMPILED = {
     *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
     *("ratio", "coff", "pairs", "full", "ring", "pages", "hadamard", "returned"),
     *("m", "picked", "entry_page", "kind", "output", "quant", "eight"),
+<<<<<<< HEAD
     *("turned", "power", "clip", "shared", "page", "own", "counts"),
     *("kda", "norm", "twice", "state", "gates", "gate", "bias", "w", "history", "activation"),
+=======
+    *("turned", "power", "clip", "shared", "page", "own", "counts", "forced"),
+    *("kda", "norm", "state", "gates", "gate", "bias", "w", "history", "activation"),
+>>>>>>> 2efd179d (Block indexer: reference and CUDA kernel)
 }
 _COMPILE_MOST = ("layer", "layer v4", "loss", "kda")
 _SPOILED = 8  # ways to spoil the cases of a model: what runs in spite of it is compiled as well

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,6 +102,18 @@ class Problem:
             sinks=None if self.sinks is None else self.sinks.to(device, wide),
         )
 
+    def scored(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+        """Of the block indexer, by the first head of keys."""
+        every = self.arguments(device, dtype)
+        return dict(
+            query=every["query"],
+            key=every["key"][:, :, :1],
+            block_table=every["block_table"],
+            actual_seq_lengths=every["actual_seq_lengths"],
+            actual_seq_lengths_key=every["actual_seq_lengths_kv"],
+            block_size=self.block,
+        )
+
     def solved(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """(out, lse): every key of every token and head by itself."""
         tokens, heads, _ = self.query.shape
@@ -136,9 +147,3 @@ class Problem:
                     below = below + torch.exp(self.sinks[h].to(wide) - top)
                 out[t, h] = ((weight / below).to(dtype)[:, None] * value[pages, rows, each]).sum(0)
         return out, lse
-
-
-def block_scores(query: Tensor, keys: Tensor, block: int) -> list[float]:
-    """Of one query [D] and the keys [seen, D] that it sees: the largest product of each block."""
-    products = [math.fsum((query * key).tolist()) for key in keys]
-    return [max(products[at : at + block]) for at in range(0, len(products), block)]

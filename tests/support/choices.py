@@ -29,6 +29,7 @@ from custom.cuda_ops.delta_rule import (
     gated_rms_norm,
 )
 from custom.cuda_ops.indexer import (
+    block_indexer,
     indexer_loss,
     lightning_indexer,
     sparse_lightning_indexer_grad_kl_loss,
@@ -115,6 +116,11 @@ def everywhere() -> Iterator[Choice]:
             lambda n, a=(group, 2048, size): sparse_attention_score.tiles(n, *a, CPU),
             [*range(1, 40), 63, 64, 65, 128, 256, 1000],
         )
+    yield (
+        "block indexer",
+        lambda n: [block_indexer.shape(n, heads, 128, CPU) for heads in (1, 4, 24, 64)],
+        ROWS,
+    )
     yield (
         "sparse attention, entries",
         lambda n: [

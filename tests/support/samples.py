@@ -755,6 +755,19 @@ def _sparse_attention_score(m: Maker, B: int = 2, S: int = 3) -> Arguments:
     )
 
 
+def _block_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(
+        query=m.normal(B * S, 4, DI),
+        key=m.normal(8, P, 1, DI),
+        block_table=m.ints(*[[3, 1, -1], [7, 2, 5]][:B]).view(B, 3),
+        actual_seq_lengths=m.ints(*[S] * B),
+        actual_seq_lengths_key=m.ints(*[20, 45][:B]),
+        block_size=4,
+        top_k=3,
+        return_value=True,
+    )
+
+
 SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attention_pto": _sparse_attention_pto,
     "npu_sparse_attention_indices_pto": _sparse_attention_pto,
@@ -765,6 +778,7 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_lightning_indexer_prolog_pto": _lightning_indexer_prolog_pto,
     "npu_lightning_indexer": _lightning_indexer,
     "npu_lightning_indexer_scores": _lightning_indexer_scores,
+    "npu_block_indexer": _block_indexer,
     "npu_lightning_indexer_grad": _lightning_indexer_grad,
     "npu_sparse_attn_sharedkv": _sparse_attn_sharedkv,
     "npu_sparse_attn_sharedkv_grad": _sparse_attn_sharedkv_grad,

@@ -458,9 +458,9 @@ def launch(
     chunks = 16 if rows <= 16 else 8 if rows <= 64 else 2 if rows <= 512 else 1
     # one chunk may hold all that matters: high scores come together
     room = 2 * BLOCK if chunks == 1 else BLOCK
-    candidates = memory.empty((rows, chunks, room), torch.int64, device)
-    counts = memory.empty((rows, chunks), torch.int32, device)
     long = width > 2 * BLOCK
+    candidates = memory.empty((rows if long else 0, chunks, room), torch.int64, device)
+    counts = memory.empty((rows, chunks), torch.int32, device)
     if long:
         of, each = (scores, 1) if sample is None else (sample, EVERY)
         most = BLOCK if width <= 2**18 else 4 * BLOCK  # of a sample
