@@ -502,13 +502,8 @@ COMPILED = {
     *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
     *("ratio", "coff", "pairs", "full", "ring", "pages", "hadamard", "returned"),
     *("m", "picked", "entry_page", "kind", "output", "quant", "eight"),
-<<<<<<< HEAD
-    *("turned", "power", "clip", "shared", "page", "own", "counts"),
-    *("kda", "norm", "twice", "state", "gates", "gate", "bias", "w", "history", "activation"),
-=======
     *("turned", "power", "clip", "shared", "page", "own", "counts", "forced"),
-    *("kda", "norm", "state", "gates", "gate", "bias", "w", "history", "activation"),
->>>>>>> 2efd179d (Block indexer: reference and CUDA kernel)
+    *("kda", "norm", "twice", "state", "gates", "gate", "bias", "w", "history", "activation"),
 }
 _COMPILE_MOST = ("layer", "layer v4", "loss", "kda")
 _SPOILED = 8  # ways to spoil the cases of a model: what runs in spite of it is compiled as well
