@@ -214,10 +214,12 @@ def pairs(
         chunks = (size + CHUNK - 1) // CHUNK
         low, count = _here(before, chunks, since, most)
         for work in range(turn, count * value_heads * PARTS, turns):
-            part = work % PARTS * ROWS
-            head = work // PARTS % value_heads
-            first = (low + work // (PARTS * value_heads)) * CHUNK
-            place = ((before + low - since) * value_heads + work // PARTS).to(tl.int64)
+            tile_of = work // PARTS
+            # a later part has more pairs: a core takes each of them in turn
+            part = (work + tile_of * PARTS // turns) % PARTS * ROWS
+            head = tile_of % value_heads
+            first = (low + tile_of // value_heads) * CHUNK
+            place = ((before + low - since) * value_heads + tile_of).to(tl.int64)
             i = part + row
             there = (i < size - first)[:, None]
             token = (start + first + i).to(tl.int64)[:, None]
@@ -237,14 +239,33 @@ def pairs(
             tl.store(left + rows, rest.to(left.dtype.element_ty))
             tl.store(fades + place * KEY + d, tl.exp(last))
             tile = place * (CHUNK * CHUNK) + i
-            for j in range(0, CHUNK):
-                g_row = tl.load(total + base + j * KEY + d)
-                k_row = tl.load(units + base + j * KEY + d)
-                faded = tl.exp(tl.minimum(g_tile - g_row[None], 0.0)) * k_row[None]
-                on_q = tl.where(i >= j, tl.sum(q_tile * faded, 1), 0.0)
-                on_k = tl.where(i > j, tl.sum(k_tile * faded, 1), 0.0)
-                tl.store(seen + tile + j * CHUNK, on_q.to(seen.dtype.element_ty))
-                tl.store(alike + tile + j * CHUNK, on_k)
+            # of earlier tokens: exp(G_i - G_part) exp(G_part - G_j), and neither is above 1
+            at_part = tl.load(total + base + part * KEY + d)[None]
+            since_part = tl.exp(g_tile - at_part)
+            q_far = q_tile * since_part
+            k_far = k_tile * since_part
+            for earlier in range(0, part, ROWS):
+                rows = base + (earlier + row)[:, None] * KEY + d[None]
+                faded = tl.exp(at_part - tl.load(total + rows)) * tl.load(units + rows)
+                for r in range(0, ROWS):
+                    of_row = extract_slice(faded, (r, 0), (1, KEY), (1, 1))
+                    to = tile + (earlier + r) * CHUNK
+                    tl.store(seen + to, tl.sum(q_far * of_row, 1).to(seen.dtype.element_ty))
+                    tl.store(alike + to, tl.sum(k_far * of_row, 1))
+            for r in range(0, ROWS):
+                g_row = extract_slice(g_tile, (r, 0), (1, KEY), (1, 1))
+                k_row = extract_slice(k_tile, (r, 0), (1, KEY), (1, 1))
+                faded = tl.exp(tl.minimum(g_tile - g_row, 0.0)) * k_row
+                on_q = tl.where(row >= r, tl.sum(q_tile * faded, 1), 0.0)
+                on_k = tl.where(row > r, tl.sum(k_tile * faded, 1), 0.0)
+                to = tile + (part + r) * CHUNK
+                tl.store(seen + to, on_q.to(seen.dtype.element_ty))
+                tl.store(alike + to, on_k)
+            later = tl.arange(0, CHUNK)[:, None]
+            of_none = later < CHUNK - ROWS - part
+            to = tile[None] + (part + ROWS + later) * CHUNK
+            tl.store(seen + to, tl.zeros((CHUNK, ROWS), seen.dtype.element_ty), mask=of_none)
+            tl.store(alike + to, tl.zeros((CHUNK, ROWS), tl.float32), mask=of_none)
         turn = ((turn - count * value_heads * PARTS) % turns + turns) % turns
         end = start + size
         before += chunks

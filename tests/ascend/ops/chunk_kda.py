@@ -173,15 +173,22 @@ CONTROLS = (
     Control(
         "an exponent above 0",
         KERNEL,
-        "tl.exp(tl.minimum(g_tile - g_row[None], 0.0))",
-        "tl.exp(g_tile) * tl.exp(-g_row[None])",
+        "tl.exp(tl.minimum(g_tile - g_row, 0.0))",
+        "tl.exp(g_tile) * tl.exp(-g_row)",
+        "two chunks and a part",
+    ),
+    Control(
+        "earlier tokens decay from the chunk's first",
+        KERNEL,
+        "tl.exp(at_part - tl.load(total + rows))",
+        "tl.exp(0.0 - tl.load(total + rows))",
         "two chunks and a part",
     ),
     Control(
         "a token sees itself in the triangle",
         KERNEL,
-        "tl.where(i > j, tl.sum(k_tile * faded, 1), 0.0)",
-        "tl.where(i >= j, tl.sum(k_tile * faded, 1), 0.0)",
+        "tl.where(row > r, tl.sum(k_tile * faded, 1), 0.0)",
+        "tl.where(row >= r, tl.sum(k_tile * faded, 1), 0.0)",
         "two chunks and a part",
     ),
     Control(
