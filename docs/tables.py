@@ -175,10 +175,30 @@ def mutants() -> str:
     )
 
 
+def _kept(record: str, of: str, goal: float) -> str:
+    """Two models beside `goal` times what is recorded, and whether the slower is below it."""
+    drawn = [f"| what | {of} | ours | second | below | what binds ours |", "|" + "---|" * 6]
+    for row in json.loads((ROOT / "tests" / "ascend" / record).read_text()):
+        wanted = {by: goal * us for by, us in row["us"].items()}
+        named = [f"{by} {us:g}" if goal == 1 else f"{us:.0f}" for by, us in wanted.items()]
+        estimates = [row[model] for model in ("ours", "second") if model in row]
+        cells = (
+            row["what"],
+            ", ".join(named),
+            *(f"{row[model]:.0f}" if model in row else "-" for model in ("ours", "second")),
+            "yes" if max(estimates) < min(wanted.values()) else "no",
+            f"`{row['binds']}`",
+        )
+        drawn.append(f"| {' | '.join(cells)} |")
+    return "\n".join(drawn) + "\n"
+
+
 BLOCKS = {
     "verified": verified,
     "published": published,
     "mutants": mutants,
+    "deepseek v4": lambda: _kept("deepseek_v4.json", "CANN's, us", 1),
+    "deepseek v4 layers": lambda: _kept("deepseek_v4_layers.json", "1.75 x floor, us", 1.75),
     "speed": speed,
     "models": models,
     **graph_modes.BLOCKS,
@@ -200,7 +220,7 @@ PAGES = {
     "docs/parallel.md": tuple(cards.BLOCKS),
     "docs/numerics.md": tuple(numerics.BLOCKS),
     "docs/ascend.md": ("mutants",),
-    "docs/ascend_speed.md": ("published",),
+    "docs/ascend_speed.md": ("published", "deepseek v4", "deepseek v4 layers"),
 }
 
 

@@ -25,14 +25,24 @@ _BY_REQUEST = ("x", "sin", "cos", "ori_block_table", "act_seqs")
 _OF_ENTRIES = ("cmp_sin", "cmp_cos", "state_block_table", "cmp_block_table")
 
 
-def layer_case(b: int, s: int, model: Model, kind: str, context: int, k: int) -> Case:
+def layer_case(
+    b: int,
+    s: int,
+    model: Model,
+    kind: str,
+    context: int,
+    k: int,
+    page: int = P,
+    entry_page: int | None = None,
+) -> Case:
     """Requests of `context` tokens, which share no page and close an entry in this call.  The check
     runs with as many entries as are chosen: a near-tie at the edge of a selection changes the
     output without being wrong."""
     m = RATIOS[kind]
     coff = 2 if kind == "CSA" else 1
-    held, page = -(-(WINDOW + s) // P) + 1, 4 if kind == "CSA" else 8
-    ring, entry_page = -(-(coff * m + s) // page), P if kind == "CSA" else 2
+    held, state_page = -(-(WINDOW + s) // page) + 1, 4 if kind == "CSA" else 8
+    ring = -(-(coff * m + s) // state_page)
+    entry_page = entry_page or (P if kind == "CSA" else 2)
     deep = model.n // model.groups * D
 
     def make(device: torch.device, seed: int) -> Arguments:
@@ -42,7 +52,7 @@ def layer_case(b: int, s: int, model: Model, kind: str, context: int, k: int) ->
             return to_nz(draw.normal(*shape, std=shape[-2] ** -0.5))
 
         # the window's pages go round
-        columns = torch.arange(context // P, device=device) % held
+        columns = torch.arange(context // page, device=device) % held
         given = dict(
             x=draw.normal(b, s, model.h),
             w_dq=weight(model.h, model.rq),
@@ -53,7 +63,7 @@ def layer_case(b: int, s: int, model: Model, kind: str, context: int, k: int) ->
             sinks=draw.normal(model.n, dtype=torch.float32),
             sin=draw.normal(b, s, DR),
             cos=draw.normal(b, s, DR),
-            ori_kv=draw.normal(b * held, P, 1, D),
+            ori_kv=draw.normal(b * held, page, 1, D),
             ori_block_table=draw.table(b, held)[:, columns].contiguous(),
             act_seqs=draw.full(b, value=context),
             w_o_a=weight(model.groups, deep, RO),
@@ -81,7 +91,7 @@ def layer_case(b: int, s: int, model: Model, kind: str, context: int, k: int) ->
             f"w_{name}_gate": draw.normal(coff * d, model.h, std=model.h**-0.5),
             f"{name}_ape": floats(m, coff * d),
             f"gamma_{name}": floats(d),
-            f"{name}_state": floats(b * ring, page, 2 * coff * d),
+            f"{name}_state": floats(b * ring, state_page, 2 * coff * d),
             cached: draw.normal(b * (context // m), 1, 1, d).view(-1, entry_page, 1, d),
         }
 

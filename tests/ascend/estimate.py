@@ -10,7 +10,6 @@ and read as zeros, so that every index of a selection is the first key.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -149,22 +148,13 @@ def stale() -> list[str]:
     return found
 
 
-def beside_cann() -> None:
-    """CANN's times of DeepSeek-V4's ops beside ours, as lines of a table."""
+def compare(name: str, record: bool) -> None:
+    """The times of a set beside ours."""
     install()
-    for figure in published.DEEPSEEK_V4:
-        us, binds = estimated(figure)
-        theirs = ", ".join(f"{by} {x:g}" for by, x in figure.us.items())
-        print(f"| {figure.what} | {theirs} | {us:.0f} | `{binds}` |", flush=True)
-
-
-def compare(record: bool) -> None:
-    """Published times beside ours."""
-    install()
-    kept = {row["what"]: row for row in published.read()}
+    kept = {row["what"]: row for row in published.read(name)}
     rows = []
     print(f"{'us, ESTIMATED':<48}{'ours':>9}  over each")
-    for figure in published.FIGURES:
+    for figure in published.SETS[name][0]:
         us, binds = estimated(figure)
         kept_row = kept.get(figure.what, {}) | dict(
             what=figure.what,
@@ -179,7 +169,7 @@ def compare(record: bool) -> None:
         print(f"{figure.what:<48}{us:>9.1f}  {over}; {binds}", flush=True)
     print(f"geometric mean {published.mean(published.ratios(rows)):.2f}")
     if record:
-        published.RECORD.write_text(json.dumps(rows, indent=1) + "\n")
+        published.write(name, rows)
 
 
 def made(case: Case) -> Arguments:
@@ -223,18 +213,16 @@ def matching(cases: list[Case], wanted: dict[str, str]) -> list[Case]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.ascend.estimate")
-    parser.add_argument("op", help="or `published`, `deepseek-v4`: others' times")
+    parser.add_argument("op", help=f"or a set of times: {', '.join(published.SETS)}")
     parser.add_argument("--shape", default="", help="only rows with these sizes: b=4,s1=1")
     parser.add_argument("--whole", action="store_true", help="one line a row, without its launches")
-    parser.add_argument("--record", action="store_true", help="keep what `published` says")
+    parser.add_argument("--record", action="store_true", help="keep what a set says")
     parser.add_argument("--rates", type=Path, help="a file that tests.ascend.calibrate wrote")
     chosen = parser.parse_args()
     if chosen.rates:
         cost.take(chosen.rates)
-    if chosen.op == "deepseek-v4":
-        return beside_cann()
-    if chosen.op == "published":
-        return compare(chosen.record)
+    if chosen.op in published.SETS:
+        return compare(chosen.op, chosen.record)
     wanted = dict(pair.split("=") for pair in chosen.shape.split(",") if pair)
     install()
     cases = matching(presets(chosen.op, "npu"), wanted)

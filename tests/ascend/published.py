@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """Times that others published for kernels of a known shape on Atlas A2 or A3, beside the estimate
-of ours:  tests/ascend/run.sh --estimate published [--record]
+of ours:  tests/ascend/run.sh --estimate published|deepseek-v4 [--record]
 
-Their kernels are not these: the distance says where to look, and what all of them together say of
-the model (BAND).  forms.py has programs whose form is known.  published.json keeps what was
-estimated, and docs/ascend_speed.md shows it.
+Their kernels are not these: the distance says where to look, and what all of those that were
+measured together say of the model (BAND).  forms.py has programs whose form is known.
+published.json and deepseek_v4.json keep what was estimated, and docs/ascend_speed.md shows it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
+from custom.bench import shared_kv_prolog, sparse_attention_v4
+
 from . import models
 from .case import Arguments, Inputs
-from .models import INDEX, LATENT, ROTARY, Make
+from .models import INDEX, LATENT, PAGE, ROTARY, Make
 from .ops import chunk_gated_delta_rule, fused_attention, hc_post, hc_pre
 
 HEADS = 64
-RECORD = Path(__file__).with_name("published.json")
 BAND = 0.85, 1.15  # of the geometric mean of ours over theirs
 
 
@@ -198,6 +199,13 @@ DEEPSEEK_V4 = (
         )
         for kind, us in (("sliding", 65), ("HCA", 90), ("CSA", 160))
     ),
+    Figure(
+        "attention, CSA, one row",
+        dict(AscendC=43),
+        "measured on an A3",
+        "npu_sparse_attn_sharedkv",
+        models.shared_kv("CSA", 64, 512, 1, 1, 8192),
+    ),
     *(
         Figure(
             f"compressor, {what}",
@@ -236,6 +244,56 @@ DEEPSEEK_V4 = (
 )
 
 
+def layer(model: shared_kv_prolog.Model, k: int, kind: str, requests: int) -> Make:
+    """The bench's, of requests of 64K tokens, in CANN's pages.  HCA's, of which one step in 128
+    closes an entry, leaves them open."""
+    case = sparse_attention_v4.layer_case(requests, 1, model, kind, 65536, k, PAGE, PAGE)
+
+    def make(x: Inputs) -> Arguments:
+        arguments = case.make(torch.device("cpu"), 0)
+        if kind == "HCA":
+            arguments["act_seqs"] -= 64
+        return arguments
+
+    return make
+
+
+# the stages' floors on an A3, us: bytes at 1.6 TB/s, or multiply-adds at 350 TFLOPS
+_FLOORS = {
+    ("Pro", "sliding", 32): 145 + 7.9 + 231,
+    ("Pro", "sliding", 128): 145 + 32 + 231,
+    ("Pro", "HCA", 32): 145 + 9.3 + 18 + 231,
+    ("Pro", "HCA", 128): 145 + 9.8 + 73 + 231,
+    ("Pro", "CSA", 32): 145 + 23 + 16 + 84 + 29 + 231,
+    ("Pro", "CSA", 128): 145 + 25 + 16 + 336 + 115 + 231,
+    ("Flash", "sliding", 32): 50 + 5.2 + 84,
+    ("Flash", "sliding", 128): 51 + 21 + 84,
+    ("Flash", "HCA", 32): 50 + 5.4 + 16 + 84,
+    ("Flash", "HCA", 128): 51 + 5.9 + 63 + 84,
+    ("Flash", "CSA", 32): 50 + 14 + 11 + 84 + 16 + 84,
+    ("Flash", "CSA", 128): 51 + 15 + 11 + 336 + 63 + 84,
+}
+_OF_MODEL = {"Pro": (shared_kv_prolog.PRO, 1024), "Flash": (shared_kv_prolog.FLASH, 512)}
+LAYERS = tuple(
+    Figure(
+        f"{model}, {kind}, {requests} requests",
+        dict(floor=floor),
+        "stages' floors",
+        "npu_sparse_attention_v4_pto",
+        layer(*_OF_MODEL[model], kind, requests),
+    )
+    for (model, kind, requests), floor in _FLOORS.items()
+)
+
+_HERE = Path(__file__).parent
+# what is asked for by name: figures, and where their estimates are kept
+SETS = {
+    "published": (FIGURES, _HERE / "published.json"),
+    "deepseek-v4": (DEEPSEEK_V4, _HERE / "deepseek_v4.json"),
+    "deepseek-v4-layers": (LAYERS, _HERE / "deepseek_v4_layers.json"),
+}
+
+
 def mean(ratios: list[float]) -> float:
     """Geometric."""
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
@@ -246,5 +304,11 @@ def ratios(rows: list[dict[str, Any]], model: str = "ours") -> list[float]:
     return [row[model] / us for row in rows for us in row["us"].values() if model in row]
 
 
-def read() -> list[dict[str, Any]]:
-    return json.loads(RECORD.read_text())
+def read(name: str = "published") -> list[dict[str, Any]]:
+    """What is kept of a set."""
+    path = SETS[name][1]
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def write(name: str, rows: list[dict[str, Any]]) -> None:
+    SETS[name][1].write_text(json.dumps(rows, indent=1) + "\n")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""A second opinion on time:  tests/ascend/second.sh published | named | all | OP [--shape b=4]
+"""A second opinion on time:  tests/ascend/second.sh SET | named | all | OP [--shape b=4]
 
 msopmodeling (MindStudio's tilesim) simulates the pipes of a core, with their flags.  It reads HIVM
 before operations become library calls: what our compiler prints behind GraphSyncSolver.  It takes
@@ -380,10 +380,11 @@ def told(of: list[Job], answers: list[dict[str, float]]) -> list[float]:
     return seconds
 
 
-def compare(record: bool, only: str) -> None:
-    rows = published.read()
+def compare(name: str, record: bool, only: str) -> None:
+    """Of a set of published.py, behind what `estimate` recorded of it."""
+    rows = published.read(name)
     print(f"{'us, both ESTIMATED':<48}{'ours':>9}{'second':>9}")
-    for figure, row in zip(published.FIGURES, rows, strict=True):
+    for figure, row in zip(published.SETS[name][0], rows, strict=True):
         if only not in figure.what:
             continue
         recorder.cube_cores = cost.use(figure.card).cores
@@ -397,10 +398,10 @@ def compare(record: bool, only: str) -> None:
         row["second"] = round(estimate.apart(seconds) * figure.times * 1e6, 1)
         print(f"{'':<48}{row['ours']:>9.1f}{row['second']:>9.1f}", flush=True)
         if record:
-            published.RECORD.write_text(json.dumps(rows, indent=1) + "\n")
+            published.write(name, rows)
     there = [row for row in rows if "second" in row]
-    for name in ("ours", "second"):
-        print(f"{name}: geometric mean {published.mean(published.ratios(there, name)):.2f}")
+    for model in ("ours", "second"):
+        print(f"{model}: geometric mean {published.mean(published.ratios(there, model)):.2f}")
 
 
 def compare_named(record: bool) -> None:
@@ -427,17 +428,18 @@ def compare_named(record: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.ascend.second")
     parser.add_argument(
-        "op", help="or `all`; `published`: times of others; `named`: those of CANN's operators"
+        "op",
+        help=f"or `all`; a set of times ({', '.join(published.SETS)}); `named`: CANN's operators",
     )
     parser.add_argument("--shape", default="", help="only rows with these sizes: b=4,s1=1")
     parser.add_argument("--only", default="", help="rows whose name has this")
-    parser.add_argument("--record", action="store_true", help="keep what `published` says")
+    parser.add_argument("--record", action="store_true", help="keep what a set says")
     chosen = parser.parse_args()
     estimate.install()
     if chosen.op == "named":
         return compare_named(chosen.record)
-    if chosen.op == "published":
-        return compare(chosen.record, chosen.only)
+    if chosen.op in published.SETS:
+        return compare(chosen.op, chosen.record, chosen.only)
     wanted = dict(pair.split("=") for pair in chosen.shape.split(",") if pair)
     ops = [spec.name for spec in SPECS] if chosen.op == "all" else [chosen.op]
     cases = [(op, x) for op in ops for x in estimate.matching(presets(op, "npu"), wanted)]
