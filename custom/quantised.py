@@ -236,6 +236,7 @@ def npu_quant_lightning_indexer(
     query_dtype: int | None = None,
     key_dtype: int | None = None,
     cmp_ratio: int = 1,
+    select_tail: bool = False,
 ) -> Tensor:
     """The positions of the keys that score highest, on queries and keys of 8 bits.
 
@@ -268,6 +269,7 @@ def npu_quant_lightning_indexer(
         query_dtype: of a uint8 `query`: torch.float8_e4m3fn or torch.int8.
         key_dtype: of a uint8 `key`, likewise.
         cmp_ratio: tokens that a key stands for, as in `npu_lightning_indexer`.
+        select_tail: the key of the tokens that none stands for yet ends a row, as there.
 
     Returns:
         int32 [B, S, 1, K] or [T, 1, K], ascending positions; -1 where fewer are visible.
@@ -317,6 +319,7 @@ def npu_quant_lightning_indexer_scores(
     query_dtype: int | None = None,
     key_dtype: int | None = None,
     cmp_ratio: int = 1,
+    select_tail: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`npu_quant_lightning_indexer`, and the scores: what an exact merge over ranks needs.
 

@@ -703,6 +703,7 @@ def npu_lightning_indexer(
     next_tokens: int = UNLIMITED,
     return_value: bool = False,
     cmp_ratio: int = 1,
+    select_tail: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The `sparse_count` positions of `key` that score highest for every query.
 
@@ -732,9 +733,13 @@ def npu_lightning_indexer(
         cmp_ratio: m, tokens that a key stands for (`npu_compressor`): lengths of keys count tokens,
             and a query that would see n of them sees the first n // m keys. Above 1 keys are
             PA_BSND or BSND, with lengths, and pages may hold 1, 2, 4 or 8 keys.
+        select_tail: with `cmp_ratio` above 1: behind the chosen keys of a query comes the one whose
+            tokens it sees only in part, if it does: number n // m, where m does not divide n. K is
+            one more then. It need not be stored: an attention with `sparse_block_size` m reads
+            its tokens. Its value is 0, its gradient none.
 
     Returns:
-        sparse_indices int32 [B, S, 1, K] or [T, 1, K], ascending positions, -1 where fewer exist;
+        sparse_indices int32 [B, S, 1, K] or [T, 1, K], ascending positions, -1 behind them;
         sparse_values of the same shape, in the query's dtype; shape [0] unless `return_value`.
 
     Raises:
@@ -765,6 +770,7 @@ def npu_lightning_indexer_scores(
     pre_tokens: int = UNLIMITED,
     next_tokens: int = UNLIMITED,
     cmp_ratio: int = 1,
+    select_tail: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`npu_lightning_indexer`, and the scores in float32: what an exact merge over ranks needs.
 
@@ -786,9 +792,13 @@ def npu_lightning_indexer_scores(
         cmp_ratio: m, tokens that a key stands for (`npu_compressor`): lengths of keys count tokens,
             and a query that would see n of them sees the first n // m keys. Above 1 keys are
             PA_BSND or BSND, with lengths, and pages may hold 1, 2, 4 or 8 keys.
+        select_tail: with `cmp_ratio` above 1: behind the chosen keys of a query comes the one whose
+            tokens it sees only in part, if it does: number n // m, where m does not divide n. K is
+            one more then. It need not be stored: an attention with `sparse_block_size` m reads
+            its tokens. Its value is 0, its gradient none.
 
     Returns:
-        sparse_indices int32 [B, S, 1, K] or [T, 1, K], ascending positions, -1 where fewer exist;
+        sparse_indices int32 [B, S, 1, K] or [T, 1, K], ascending positions, -1 behind them;
         their scores of the same shape, float32 (float64 of float64), 0 there.
 
     Raises:

@@ -136,7 +136,14 @@ def _selected(
     indices = picked.masked_fill(absent, -1).to(torch.int32)[:, :, None]
     # onnx's ReferenceEvaluator gathers along a dimension counted from the front only
     value = torch.nn.functional.pad(score, (0, 1)).gather(2, picked.masked_fill(absent, 0))
-    return indices, value.masked_fill(absent, 0)[:, :, None]
+    value = value.masked_fill(absent, 0)[:, :, None]
+    if not x["select_tail"]:
+        return indices, value
+    seen = layout.rows_of(
+        query, x["layout_query"], x["actual_seq_lengths_query"], keys, x["sparse_mode"]
+    )
+    open_ = layout.open_entries(seen.limit, cmp_ratio).view(indices.shape[:-1])
+    return layout.with_tail(indices, value, open_)
 
 
 def quant_lightning_indexer_scores(**x: Unpack[QuantLightningIndexer]) -> tuple[Tensor, Tensor]:

@@ -234,7 +234,7 @@ TWINS: dict[str, Twin] = {
             "next_tokens",
         )
         | {"return_values": "return_value"},
-        fixed={"cmp_ratio": 1},
+        fixed={"cmp_ratio": 1, "select_tail": False},
         outputs=("sparse_indices", "sparse_values"),
         returns=("sparse_indices", "sparse_values"),
     ),
@@ -288,7 +288,7 @@ TWINS: dict[str, Twin] = {
             "next_tokens",
         ),
         lacks=("query_dtype", "key_dtype"),
-        fixed={"cmp_ratio": 1},
+        fixed={"cmp_ratio": 1, "select_tail": False},
         needs=("query_dequant_scale",),
         outputs=("sparse_indices",),
         returns=("sparse_indices",),

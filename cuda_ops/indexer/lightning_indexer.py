@@ -7,10 +7,14 @@
 query [B, S, N, D], key [B, S2, 1, D] (or TND, or pages), weights [B, S, N].  The scores are fp32
 and lie in a [rows, keys] buffer of bounded size, a chunk of rows at a time; topk.py selects.
 Keys are the rows of the product, heads its columns: the sum over heads stays within a thread.
+With select_tail `_tail` copies what was chosen, and puts the open entry behind it.
 
     condition                                         kernels
     Hopper, up to 128 heads of 64 or 128, pages of    hopper/lightning_indexer.py then topk.py
       whole 64, aligned
+    the same, select_tail                             hopper/lightning_indexer.py, topk.py,
+                                                      _tail
+    select_tail                                       _scores, topk.py then _tail
     else                                              _scores then topk.py
 """
 
@@ -230,6 +234,53 @@ def _scores(
         row = stop
 
 
+@triton.jit(
+    do_not_specialize=["tokens", "requests", "max_kv_len", "table_stride", "pages", "k"]
+)  # fmt: skip
+def _tail(
+    chosen,
+    scores,
+    indices,
+    values,
+    seqlens_q,
+    seqlens_k,
+    table,
+    tokens,
+    requests,
+    max_kv_len,
+    table_stride,
+    pages,
+    k,
+    LAYOUT: tl.constexpr,
+    RATIO: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of a row's k entries, -1 behind them, k + 1: the open one ends them."""
+    of = rows.Requests(
+        seqlens_q,
+        seqlens_k,
+        table,
+        tokens,
+        requests,
+        max_kv_len * RATIO + (RATIO - 1),
+        table_stride,
+        pages,
+    )
+    row = tl.program_id(0)
+    _, _, seen = rows.locate(row, of, LAYOUT)
+    last = tl.where(seen % RATIO > 0, seen // RATIO, -1)
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = row.to(tl.int64) * k + j
+    entry = tl.load(chosen + at, mask=j < k, other=-1)
+    before = tl.load(chosen + at - 1, mask=(j > 0) & (j <= k), other=0)
+    to = at + row
+    ends = (entry < 0) & (before >= 0)
+    tl.store(indices + to, tl.where(ends, last, entry), mask=j <= k)
+    if VALUES:
+        tl.store(values + to, tl.load(scores + at, mask=j < k, other=0.0), mask=j <= k)
+
+
 def shape(
     together: int, heads: int, dim: int, device: torch.device
 ) -> tuple[int, int, int, int] | None:
@@ -304,7 +355,8 @@ def scores_of(
     wanted = value_dtype is not None
     values = memory.empty(selected if wanted else (0,), value_dtype or torch.float32, device)
     if indices.numel() == 0:
-        return Scored(indices, values, _nothing)
+        empty = indices.new_empty((*query.shape[:-2], 1, sparse_count + int(x["select_tail"])))
+        return Scored(empty, empty.to(values.dtype) if wanted else values, _nothing)
     kind = quantise.PLAIN.value
     if key_scale is not None:
         (query, kind), (key, _) = quantise.to_read(query), quantise.to_read(key)
@@ -420,7 +472,37 @@ def scores_of(
             sparse_count,
             sample,
         )
-    return Scored(indices, values, select)
+    if not x["select_tail"]:
+        return Scored(indices, values, select)
+    return _with_tail(Scored(indices, values, select), plan, cmp_ratio)
+
+
+def _with_tail(found: Scored, plan: rows.Plan, ratio: int) -> Scored:
+    """The same with one more place, in which or before which the open entry stands."""
+    k, wanted = found.indices.shape[-1], found.values.numel() > 0
+    shape, block = (*found.indices.shape[:-1], k + 1), min(1024, power_of_two(k + 1))
+    device, values = found.indices.device, found.values
+    indices = memory.empty(shape, torch.int32, device)
+    if wanted:
+        values = memory.empty(shape, values.dtype, device)
+
+    def select_last() -> None:
+        found.select_last()
+        launches.kernel(_tail, plan.rows, cdiv(k + 1, block))(
+            found.indices,
+            found.values,
+            indices,
+            values,
+            **plan.arguments,
+            k=k,
+            LAYOUT=plan.layout,
+            RATIO=ratio,
+            VALUES=wanted,
+            BLOCK=block,
+            num_warps=4,
+        )
+
+    return Scored(indices, values, select_last)
 
 
 def forward(**arguments: Any) -> tuple[Tensor, Tensor]:

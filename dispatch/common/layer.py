@@ -299,6 +299,7 @@ class Whole(Layer):
             sparse_count=self.sparse_count,
             sparse_mode=3,
             cmp_ratio=1,
+            select_tail=False,
             pre_tokens=UNLIMITED,
             next_tokens=UNLIMITED,
         )

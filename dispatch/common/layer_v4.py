@@ -223,6 +223,7 @@ class Layer:
             pre_tokens=UNLIMITED,
             next_tokens=UNLIMITED,
             cmp_ratio=self.cmp_ratio,
+            select_tail=False,
         )
 
     def of_attention(self, query: Tensor, indices: Tensor | None) -> dict[str, Any]:

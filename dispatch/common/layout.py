@@ -126,6 +126,21 @@ def rows_of(
     return Rows(request, limit)
 
 
+def open_entries(limit: Tensor, cmp_ratio: int) -> Tensor:
+    """The entry that rows which see `limit` tokens see a part of, or -1; int32."""
+    number = torch.div(limit, cmp_ratio, rounding_mode="floor")
+    return number.masked_fill(limit == number * cmp_ratio, -1).to(torch.int32)
+
+
+def with_tail(indices: Tensor, values: Tensor, open_: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries [.., K], of every row a number of them and then -1, and behind them the row's open
+    one [..], of value 0."""
+    wide = torch.nn.functional.pad(indices, (0, 1), value=-1)
+    before = torch.nn.functional.pad(indices, (1, 0), value=0)
+    ends = (wide < 0) & (before >= 0)
+    return torch.where(ends, open_[..., None], wide), torch.nn.functional.pad(values, (0, 1))
+
+
 def lengths_of_rows(
     lo: int,
     hi: int,

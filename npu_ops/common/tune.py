@@ -103,6 +103,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "lightning_indexer.collect": (Config({"TILE": 1024, "FEW": 128, "QUARTER": 1024, "EACH": 8}),),
     "lightning_indexer.topk": (Config({"COUNT_TILE": 1024, "SORT_TILE": 1024}),),
     "lightning_indexer.values": (Config({"PIECE": 1024}),),
+    "lightning_indexer.tail": (Config({"PIECE": 1024}),),
     # positions come in tiles of HIGH_TILE rows of 128; the oldest build has no room for 64 slots
     "lightning_indexer_grad.spread": (Config({"HIGH_TILE": 64, "SLOTS": 32}),),
     "lightning_indexer_grad.grad_keys": tuple(

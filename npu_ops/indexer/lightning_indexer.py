@@ -22,6 +22,7 @@ token is seen by it.  Pages may then be smaller than a tile, whose last rows sta
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -722,6 +723,51 @@ def values(
             tl.store(out + at + s + p, value.to(out.dtype.element_ty), mask=p < chosen - s)
 
 
+@tuples.jit(["rows", "chosen", "requests", "tokens", "reach"])
+def tail(
+    indices,
+    values,
+    query_lengths,
+    key_lengths,
+    out,
+    out_values,
+    rows,
+    chosen,
+    requests,
+    tokens,
+    reach,
+    layout: Layout,
+    RATIO: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Of a row's `chosen` entries, -1 behind them, one more: the open one ends them, of value 0."""
+    p = tl.arange(0, PIECE)
+    one = tl.arange(0, 1)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        _, _, seen = visible(row, query_lengths, key_lengths, requests, tokens, reach, *layout)
+        at = row.to(tl.int64) * chosen
+        to = at + row
+        written = 0
+        for s in range(0, chosen, PIECE):
+            entry = tl.load(indices + at + s + p, mask=p < chosen - s, other=-1)
+            there = tl.sum(tl.where(entry >= 0, 1.0, 0.0), 0).to(tl.int32)
+            tl.store(out + to + s + p, entry, mask=p < there)
+            if out_values is not None:
+                value = tl.load(values + at + s + p, mask=p < there)
+                tl.store(out_values + to + s + p, value, mask=p < there)
+            written += there
+        last = seen // RATIO
+        more = tl.where(seen > last * RATIO, 1, 0)
+        tl.store(out + to + written + one, tl.zeros((1,), tl.int32) + last, mask=one < more)
+        for s in range(written + more, chosen + 1, PIECE):
+            nothing = tl.full((PIECE,), -1, tl.int32)
+            tl.store(out + to + s + p, nothing, mask=p < chosen + 1 - s)
+        if out_values is not None:
+            for s in range(written, chosen + 1, PIECE):
+                nothing = tl.zeros((PIECE,), out_values.dtype.element_ty)
+                tl.store(out_values + to + s + p, nothing, mask=p < chosen + 1 - s)
+
+
 def unsupported(
     query: Tensor, key: Tensor, block_table: Tensor | None, cmp_ratio: int, **_: Any
 ) -> str | None:
@@ -767,6 +813,7 @@ def forward(
     next_tokens: int,
     return_value: bool,
     cmp_ratio: int,
+    select_tail: bool,
     value_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Values in the dtype of `query`, unless another is asked for."""
@@ -784,6 +831,7 @@ def forward(
         sparse_count,
         sparse_mode,
         cmp_ratio,
+        select_tail,
         (value_dtype or query.dtype) if return_value else None,
     )
 
@@ -802,6 +850,7 @@ def select(
     count: int,
     sparse_mode: int,
     cmp_ratio: int,
+    select_tail: bool,
     value_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """(indices, values of `value_dtype`, or none)"""
@@ -812,8 +861,12 @@ def select(
     indices = memory.empty(shape, torch.int32, query.device)
     wanted = value_dtype is not None
     chosen = memory.empty(shape if wanted else [0], value_dtype or query.dtype, query.device)
+    reach = _tokens(plan.reach, cmp_ratio)  # of lengths
+    ending = partial(_with_tail, indices, chosen, plan, reach, cmp_ratio) if select_tail else None
     if plan.rows == 0 or plan.reach == 0 or key.numel() == 0:
-        return indices.fill_(-1), chosen.zero_()
+        indices.fill_(-1)
+        chosen.zero_()
+        return ending() if ending else (indices, chosen)
 
     q, w = query.flatten(0, -3), weights.flatten(0, -2)
     of_query = w if query_scale is None else query_scale.flatten(0, -2)
@@ -822,7 +875,7 @@ def select(
     product = _tiles(plan, page, q, w, of_query)
     each = product.tiles["TOKENS"]
     step = min(product.tiles["KEY_TILE"], page or product.tiles["KEY_TILE"])
-    plan.arguments["reach"] = _tokens(plan.reach, cmp_ratio)  # of lengths
+    plan.arguments["reach"] = reach
     lengths = {name: plan.arguments[name] for name in ("query_lengths", "requests", "tokens")}
     packed = {name: plan.flags[name] for name in ("Q_TND", "Q_LENGTHS")} | {"TOKENS": each}
     room, aim = _candidates(count, plan.reach)
@@ -917,7 +970,31 @@ def select(
                 **packed,
                 **tune.only("lightning_indexer.values").keywords,
             )
-    return indices, chosen
+    return ending() if ending else (indices, chosen)
+
+
+def _with_tail(
+    indices: Tensor, values: Tensor, plan: ragged.Plan, reach: int, cmp_ratio: int
+) -> tuple[Tensor, Tensor]:
+    """The same with one more place, in which or before which the open entry stands."""
+    *outer, count = indices.shape
+    shape, wanted = [*outer, count + 1], values.ndim > 1
+    out = memory.empty(shape, torch.int32, indices.device)
+    of_values = memory.empty(shape if wanted else [0], values.dtype, values.device)
+    if plan.rows:
+        tail[(min(plan.rows, cores.vector()),)](
+            indices,
+            values,
+            out=out,
+            out_values=of_values if wanted else None,
+            rows=plan.rows,
+            chosen=count,
+            RATIO=cmp_ratio,
+            **plan.arguments | dict(reach=reach),
+            **plan.flags,
+            **tune.only("lightning_indexer.tail").keywords,
+        )
+    return out, of_values
 
 
 def _tiles(plan: ragged.Plan, page: int, query: Tensor, *by_head: Tensor) -> tune.Config:

@@ -58,6 +58,7 @@ def selected(
     query_dtype: int | None,
     key_dtype: int | None,
     cmp_ratio: int,
+    select_tail: bool,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """(indices, their scores in float32, or none)"""
@@ -76,5 +77,6 @@ def selected(
         sparse_count,
         sparse_mode,
         cmp_ratio,
+        select_tail,
         torch.float32 if scored else None,
     )

@@ -79,7 +79,7 @@ def _indexers() -> Iterator[Choice]:
     query, key = _t(1, 4, 16, 128), _t(1, 8192, 1, 128)
     weights, indices = _t(1, 4, 16), _whole(1, 4, 1, 8)
     given = dict(query=query, key=key, weights=weights, layout_query="BSND", layout_key="BSND")
-    given |= dict(count=8, sparse_mode=3, cmp_ratio=1)
+    given |= dict(count=8, sparse_mode=3, cmp_ratio=1, select_tail=False)
     # the heads of four tokens are a tile; its keys go to all 24 cores
     wanted = dict(HEAD_TILE=16, TOKENS=4, pieces=24)
     yield Choice("lightning_indexer", "select", given, "scores", wanted)

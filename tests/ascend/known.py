@@ -67,6 +67,7 @@ _SCALAR = {
     "lightning_indexer.collect": "one count a tile of scores",
     "lightning_indexer.topk": "one count a tile of scores",
     "lightning_indexer.values": "one score an index: there is no gather of single elements",
+    "lightning_indexer.tail": "a row's open entry, one number behind those that move in bulk",
     "lightning_indexer_grad.spread": "the request of a token, beside tiles of slots",
     "localize_indices.localize": "what is taken is read again by its slot, one load each",
     "lightning_indexer_grad.grad_query": "the length of a request, beside tiles of keys",

@@ -33,8 +33,8 @@ OPTIONAL = {("npu_quant_lightning_indexer", "query_dequant_scale")}
 DENSE = "npu_fused_infer_attention_score_v2"
 TENSORS = {(DENSE, "actual_seq_qlen"), (DENSE, "actual_seq_kvlen")}
 MORE = {
-    "npu_lightning_indexer": ["cmp_ratio"],
-    "npu_quant_lightning_indexer": ["cmp_ratio"],
+    "npu_lightning_indexer": ["cmp_ratio", "select_tail"],
+    "npu_quant_lightning_indexer": ["cmp_ratio", "select_tail"],
     "npu_kv_quant_sparse_flash_attention": ["sinks", "row_layout"],
     "npu_sparse_flash_attention_grad": ["d_softmax_sum"],
 }

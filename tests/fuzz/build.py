@@ -171,7 +171,7 @@ def _lightning_indexer(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garba
         p.indices()
         return p.arguments | options | dict(layout=p.layout_query), p.garbage
     options |= dict(layout_query=p.layout_query, layout_key=p.layout_key, cmp_ratio=p.each)
-    options |= dict(sparse_count=case["k"])
+    options |= dict(sparse_count=case["k"], select_tail=case["tail"] and p.each > 1)
     if case["holes"] and "block_table" in p.arguments:
         p.arguments["block_table"][:, 1:2] = -1
     if case["op"] == "npu_lightning_indexer":

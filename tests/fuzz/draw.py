@@ -60,6 +60,7 @@ def _indexer(r: Random, backward: bool) -> Case:
         entry_page=r.choice([1, 2, 4, 8, 16, 48]),
         holes=r.random() < 0.3,
         eight=r.choice(["int8", "fp8"]),
+        tail=r.random() < 0.5,
     )
 
 

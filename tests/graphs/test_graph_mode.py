@@ -517,8 +517,9 @@ CANN = {
     "weight_format weight_quant_mode kv_cache_quant_mode query_quant_mode ckvkr_repo_mode "
     "quant_scale_repo_mode tile_size row_layout scale_format",
     "npu_mla_prolog_v3": "kv_cache_dtype",
-    "npu_lightning_indexer": "cmp_ratio",
-    "npu_quant_lightning_indexer": "query_dtype key_dtype query_dequant_scale cmp_ratio",
+    "npu_lightning_indexer": "cmp_ratio select_tail",
+    "npu_quant_lightning_indexer": "query_dtype key_dtype query_dequant_scale cmp_ratio "
+    "select_tail",
     "npu_kv_quant_sparse_flash_attention": "key_dtype value_dtype row_layout",
     "npu_sparse_lightning_indexer_grad_kl_loss": "actual_seq_qlen actual_seq_klen sinks",
     "npu_recurrent_gated_delta_rule": "beta scale actual_seq_lengths ssm_state_indices",

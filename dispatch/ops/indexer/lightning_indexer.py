@@ -5,7 +5,8 @@
     query [.., N, D]   key [.., 1, D]   weights [.., N]
     sparse_indices int32 [.., 1, K]     sparse_values [.., 1, K], or [0] without return_value
 
-Entries past the number of visible keys are -1, and their value is 0.
+Entries past the number of visible keys are -1, and their value is 0.  With select_tail K is
+sparse_count + 1: behind the chosen entries stands the open one, whose value is 0, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
+from ...common import layout
 from ...op_spec import UNLIMITED, Variant
 from ..common import layouts
 
@@ -28,7 +30,7 @@ ARGUMENTS = (
     f" SymInt sparse_count=2048, SymInt sparse_mode=3, SymInt pre_tokens={UNLIMITED},"
     f" SymInt next_tokens={UNLIMITED}"
 )
-RATIO = ", SymInt cmp_ratio=1"
+RATIO = ", SymInt cmp_ratio=1, bool select_tail=False"
 SCHEMA = f"npu_lightning_indexer{ARGUMENTS}, bool return_value=False{RATIO}) -> (Tensor, Tensor)"
 GE = "LightningIndexer"
 ONNX = "LightningIndexer"
@@ -50,6 +52,7 @@ class Selection(TypedDict):
     pre_tokens: int
     next_tokens: int
     cmp_ratio: int
+    select_tail: bool
 
 
 class Arguments(Selection):
@@ -77,8 +80,8 @@ def check_as(op: str, **x: Unpack[Arguments]) -> None:
 def letters(c: Checker, x: Selection) -> tuple[str, str]:
     """Of either indexer."""
     c.count("cmp_ratio", x["cmp_ratio"])
-    layout = ("layout_query", x["layout_query"]), ("layout_key", x["layout_key"])
-    return layouts.letters(c, *layout)
+    names = ("layout_query", x["layout_query"]), ("layout_key", x["layout_key"])
+    return layouts.letters(c, *names)
 
 
 def options(c: Checker, x: Selection) -> None:
@@ -94,6 +97,11 @@ def options(c: Checker, x: Selection) -> None:
     )
     layouts.options(c, x["sparse_mode"], x["pre_tokens"], x["next_tokens"])
     c.count("sparse_count", x["sparse_count"])
+    c.require(
+        not x["select_tail"] or x["cmp_ratio"] > 1,
+        "`select_tail` is True and `cmp_ratio` 1, expected at least 2: an entry of one token is "
+        "never open. Leave it out.",
+    )
 
 
 def inputs(c: Checker, rows: str, keys: str, query: Tensor, key: Tensor, weights: Tensor) -> None:
@@ -107,8 +115,10 @@ def inputs(c: Checker, rows: str, keys: str, query: Tensor, key: Tensor, weights
     c.dense_rows(query=query, key=key, weights=weights)
 
 
-def fake(query: Tensor, sparse_count: int, return_value: bool, **_: Any) -> tuple[Tensor, Tensor]:
-    shape = [*query.shape[:-2], 1, sparse_count]
+def fake(
+    query: Tensor, sparse_count: int, return_value: bool, select_tail: bool, **_: Any
+) -> tuple[Tensor, Tensor]:
+    shape = [*query.shape[:-2], 1, sparse_count + int(select_tail)]
     indices = query.new_empty(shape, dtype=torch.int32)
     return indices, query.new_empty(shape if return_value else [0])
 
@@ -122,8 +132,21 @@ def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) ->
     mode = x["sparse_mode"]
     if x["cmp_ratio"] > 1:  # nothing was chosen that is not seen: all keys may be
         lengths, mode = (lengths[0], None), 0
-    ctx.save_for_backward(x["query"], x["key"], x["weights"], output[0], *lengths)
+    indices = output[0]
+    if x["select_tail"]:
+        indices = _closed(indices, x)
+    ctx.save_for_backward(x["query"], x["key"], x["weights"], indices, *lengths)
     ctx.options = x["layout_query"], mode
+
+
+def _closed(indices: Tensor, x: Any) -> Tensor:
+    """Without the open entry, whose value is a constant."""
+    lengths, ratio = x["actual_seq_lengths_key"], x["cmp_ratio"]
+    keys = layout.keys_of(x["key"], x["layout_key"], lengths, x["block_table"], ratio)
+    lengths = x["actual_seq_lengths_query"]
+    rows = layout.rows_of(x["query"], x["layout_query"], lengths, keys, x["sparse_mode"], ratio)
+    limit = rows.limit
+    return indices.masked_fill(indices >= limit.view([*indices.shape[:-1], 1]), -1)
 
 
 def backward(ctx: Any, _: None, grad_values: Tensor | None) -> dict[str, Any]:
@@ -145,8 +168,8 @@ def backward(ctx: Any, _: None, grad_values: Tensor | None) -> dict[str, Any]:
     return dict(zip(("query", "key", "weights"), grads, strict=True))
 
 
-def scored(query: Tensor, sparse_count: int, **_: Any) -> tuple[Tensor, Tensor]:
-    shape = [*query.shape[:-2], 1, sparse_count]
+def scored(query: Tensor, sparse_count: int, select_tail: bool, **_: Any) -> tuple[Tensor, Tensor]:
+    shape = [*query.shape[:-2], 1, sparse_count + int(select_tail)]
     wide = torch.float64 if query.dtype is torch.float64 else torch.float32
     return query.new_empty(shape, dtype=torch.int32), query.new_empty(shape, dtype=wide)
 

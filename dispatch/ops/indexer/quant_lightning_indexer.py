@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 from ...check import Checker
 from ...op_spec import UNLIMITED, Variant
 from ..common import quantization
-from .lightning_indexer import Selection, letters, options
+from .lightning_indexer import RATIO, Selection, letters, options
 
 ARGUMENTS = (
     "(Tensor query, Tensor key, Tensor weights, Tensor? query_dequant_scale,"
@@ -28,8 +28,8 @@ ARGUMENTS = (
     " Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None,"
     ' Tensor? block_table=None, str layout_query="BSND", str layout_key="BSND",'
     f" SymInt sparse_count=2048, SymInt sparse_mode=3, SymInt pre_tokens={UNLIMITED},"
-    f" SymInt next_tokens={UNLIMITED}, int? query_dtype=None, int? key_dtype=None,"
-    " SymInt cmp_ratio=1)"
+    f" SymInt next_tokens={UNLIMITED}, int? query_dtype=None, int? key_dtype=None"
+    f"{RATIO})"
 )
 SCHEMA = f"npu_quant_lightning_indexer{ARGUMENTS} -> Tensor"
 GE = "QuantLightningIndexer"
@@ -103,12 +103,13 @@ def _scale_dtypes(c: Checker, kind: str, weights: Tensor, scales: dict[str, Tens
             c.dtype(name, scale, torch.float16 if half else torch.float32)
 
 
-def fake(query: Tensor, sparse_count: int, **_: Any) -> Tensor:
-    return query.new_empty([*query.shape[:-2], 1, sparse_count], dtype=torch.int32)
+def fake(query: Tensor, sparse_count: int, select_tail: bool, **_: Any) -> Tensor:
+    shape = [*query.shape[:-2], 1, sparse_count + int(select_tail)]
+    return query.new_empty(shape, dtype=torch.int32)
 
 
-def scored(query: Tensor, sparse_count: int, **_: Any) -> tuple[Tensor, Tensor]:
-    indices = fake(query, sparse_count)
+def scored(query: Tensor, **x: Any) -> tuple[Tensor, Tensor]:
+    indices = fake(query, **x)
     return indices, torch.empty_like(indices, dtype=torch.float32)
 
 

@@ -71,7 +71,11 @@ def select(
             indices.view(-1, count)[block] = picked.to(torch.int32)
             value = found.gather(1, picked.clamp(min=0)).masked_fill(picked < 0, 0)
             values.view(-1, count)[block] = value
-    return indices, values
+    if not x["select_tail"]:
+        return indices, values
+    seen = layout.rows_of(x["query"], x["layout_query"], lengths[0], keys, x["sparse_mode"])
+    open_ = layout.open_entries(seen.limit, ratio).view(shape[:-1])
+    return layout.with_tail(indices, values, open_)
 
 
 def scores(query: Tensor, pages: Tensor, weights: Tensor, slots: Tensor) -> Tensor:

@@ -164,6 +164,11 @@ def of_tokens(
     return made
 
 
+def ended(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """With the open entry."""
+    return lambda x: make(x) | dict(select_tail=True)
+
+
 def the_last_key_wins(arguments: Arguments) -> torch.Tensor:
     """Weights that are all positive, and the last key of request 0 is its last query."""
     key, table = arguments["key"], arguments["block_table"]
@@ -477,8 +482,36 @@ CASES = (
         "4 tokens a key, several rounds",
         in_rounds(2 * 384 * 4, of_tokens(paged([300, 1, 129], 2, 16), 4)),
     ),
+    Case(
+        OP,
+        "open entries, values",
+        ended(of_tokens(paged([20, 3, 0, 41], 4, 16, 16, 2, size=32, return_value=True), 3)),
+    ),
+    Case(OP, "open entries, TND", ended(of_tokens(decode(5), 4))),
+    Case(OP, "open entries, k 512 of 1100", ended(of_tokens(paged([1100], 4, 32, 512), 4))),
 )
 CONTROLS = (
+    Control(
+        "an entry that is closed is open",
+        OP[4:],
+        "tl.where(seen > last * RATIO, 1, 0)",
+        "tl.where(seen >= last * RATIO, 1, 0)",
+        "open entries, values",
+    ),
+    Control(
+        "the open entry in place of the last",
+        OP[4:],
+        "tl.store(out + to + written + one",
+        "tl.store(out + to + tl.maximum(written - 1, 0) + one",
+        "open entries, k 512 of 1100",
+    ),
+    Control(
+        "rows as wide as without the open entry",
+        OP[4:],
+        "to = at + row\n",
+        "to = at + 0 * row\n",
+        "open entries, TND",
+    ),
     Control(
         "relu forgotten",
         OP[4:],

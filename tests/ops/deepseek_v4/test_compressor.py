@@ -1118,8 +1118,97 @@ def test_8_bits_count_tokens_too(device):
     assert [(row >= 0).sum().item() for row in index[0]] == [24, 24, 25, 25]
 
 
-def test_gradient_of_scores_over_entries(precision):
-    """Against autograd through the scores of all entries."""
+@pytest.mark.parametrize(
+    ("ratio", "sparse_mode", "layout"),
+    [(4, 3, "BSND"), (3, 0, "BSND"), (2, 3, "TND"), (4, 3, "PA_BSND"), (16, 3, "PA_BSND")],
+)
+def test_the_open_entry_ends_a_row(ratio, sparse_mode, layout, device):
+    """The chosen ones are those without it, of value 0, and -1 is behind it; k below, at and above
+    the number of entries, none of them, an absent page, no token."""
+    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
+    g = torch.Generator().manual_seed(ratio)
+    rows, heads, size = 3, 3, 16
+    tokens = torch.tensor([7 * ratio + 1, 2, 5 * ratio, 0])
+    q, w, pages = (
+        torch.randn(*shape, generator=g).to(device, dtype)
+        for shape in ((4, rows, heads, size), (4, rows, heads), (18, 2, 1, size))
+    )
+    table = torch.randperm(18, generator=g)[:16].view(4, 4).int()
+    table[2, 1] = -1
+    given: dict[str, Any] = dict(actual_seq_lengths_key=tokens.to(device), cmp_ratio=ratio)
+    if layout == "BSND":
+        keys = pages[table.clamp(min=0).to(device).long()].flatten(1, 2)
+    else:
+        keys = pages
+        given |= dict(block_table=table.to(device), layout_key="PA_BSND")
+    used = torch.tensor([3, 2, 1, 0])
+    given |= dict(actual_seq_lengths_query=used.to(device), sparse_mode=sparse_mode)
+    if layout == "TND":
+        q, w = (x[torch.arange(rows) < used[:, None]] for x in (q, w))
+        given |= dict(layout_query="TND", actual_seq_lengths_query=used.cumsum(0).to(device))
+    for k in (2, 20):
+        plain, scores = custom.npu_lightning_indexer_scores(q, keys, w, sparse_count=k, **given)
+        index, value = custom.npu_lightning_indexer_scores(
+            q, keys, w, sparse_count=k, select_tail=True, **given
+        )
+        assert index.shape == value.shape == (*plain.shape[:-1], k + 1)
+        of_rows = [(i, j) for i in range(4) for j in range(rows)]
+        if layout == "TND":
+            of_rows = [(i, j) for i, j in of_rows if j < used[i]]
+        seen = [
+            0
+            if j >= used[i]
+            else int((tokens[i] - (used[i] - 1 - j if sparse_mode else 0)).clamp(min=0))
+            for i, j in of_rows
+        ]
+        wanted, of_value = [], []
+        for row, score, n in zip(plain.view(-1, k), scores.view(-1, k), seen, strict=True):
+            chosen = [int(x) for x in row if x >= 0]
+            values = score[: len(chosen)].tolist()
+            if n % ratio:
+                chosen.append(n // ratio)
+            wanted.append(chosen + [-1] * (k + 1 - len(chosen)))
+            of_value.append(values + [0.0] * (k + 1 - len(values)))
+        assert index.view(-1, k + 1).tolist() == wanted
+        assert value.view(-1, k + 1).tolist() == of_value
+
+
+def test_the_open_entry_behind_keys_of_8_bits(device):
+    q, w, _ = custom.quantize_index_query(
+        torch.randn(1, 4, 4, 128), torch.rand(1, 4, 4), kind="int8"
+    )
+    keys, _, scale = custom.quantize_index_query(
+        torch.randn(1, 32, 1, 128), torch.ones(1, 32, 1), kind="int8", fold=False
+    )
+    given = [x.to(device) for x in (q, keys, w)] + [None, scale.float().to(device), 0, 0]
+    more = dict(sparse_count=9, cmp_ratio=4, actual_seq_lengths_key=torch.tensor([101]).to(device))
+    plain = custom.npu_quant_lightning_indexer(*given, **more)
+    tail = custom.npu_quant_lightning_indexer(*given, select_tail=True, **more)
+    both = custom.npu_quant_lightning_indexer_scores(*given, select_tail=True, **more)
+    assert torch.equal(tail[..., :9], plain) and torch.equal(both[0], tail)
+    assert tail[0, :, 0, 9].tolist() == [24, 24, -1, 25] and not both[1][..., 9].any()
+
+
+def test_no_keys_at_all_but_an_open_entry(device):
+    """Tables without a column: 3 tokens of an entry of 4."""
+    index, _ = custom.npu_lightning_indexer(
+        torch.randn(1, 3, 2, 16, device=device).bfloat16(),
+        torch.randn(1, 16, 1, 16, device=device).bfloat16(),
+        torch.randn(1, 3, 2, device=device).bfloat16(),
+        actual_seq_lengths_key=torch.tensor([3], device=device),
+        block_table=torch.zeros(1, 0, device=device).int(),
+        layout_key="PA_BSND",
+        sparse_count=2,
+        cmp_ratio=4,
+        select_tail=True,
+    )
+    assert index[0, :, 0].tolist() == [[0, -1, -1]] * 3
+
+
+@pytest.mark.parametrize("tail", [False, True])
+def test_gradient_of_scores_over_entries(tail, precision):
+    """Against autograd through the scores of all entries; none of the open one's, which is there:
+    keys are stored ahead."""
     draw = [
         torch.randn(*shape).bfloat16().double()
         for shape in ((1, 6, 2, 16), (1, 4, 1, 16), (1, 6, 2))
@@ -1130,8 +1219,12 @@ def test_gradient_of_scores_over_entries(precision):
         sparse_count=2,
         cmp_ratio=3,
         return_value=True,
-        actual_seq_lengths_key=torch.tensor([14], device=precision.device),
+        actual_seq_lengths_key=torch.tensor([11], device=precision.device),
+        select_tail=tail,
     )
+    closed = torch.arange(6, 12, device=index.device).view(1, 6, 1, 1) // 3
+    assert (index >= closed).sum() == (4 if tail else 0)
+    index = index.masked_fill(index >= closed, -1)
     got = torch.autograd.grad(value.sum(), inputs)
     q, keys, w = exact = [x.requires_grad_() for x in draw]
     each = (torch.einsum("bsnd,btd->bsnt", q, keys[:, :, 0]).relu() * w[..., None]).sum(2)
@@ -1253,6 +1346,7 @@ def test_other_forms_are_refused_without_a_state(name):
     [
         (dict(cmp_ratio=0), "`cmp_ratio` is 0, expected at least 1"),
         (dict(cmp_ratio=4), "`actual_seq_lengths_key` is missing, and `cmp_ratio` 4 needs it"),
+        (dict(select_tail=True), "`select_tail` is True and `cmp_ratio` 1, expected at least 2"),
         (
             dict(
                 query=torch.zeros(3, 2, 16),
@@ -1267,7 +1361,7 @@ def test_other_forms_are_refused_without_a_state(name):
             "`cmp_ratio` is 4 and keys have layout 'TND'",
         ),
     ],
-    ids=["zero", "no lengths", "tnd"],
+    ids=["zero", "no lengths", "tail", "tnd"],
 )
 def test_indexers_refuse_by_name(changes, said):
     given = dict(
