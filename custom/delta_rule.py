@@ -106,6 +106,8 @@ def npu_chunk_gated_delta_rule(
     actual_seq_lengths: Tensor | None = None,
     scale: float | None = None,
     g: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over whole sequences (prefill), chunk by chunk.
 
@@ -128,6 +130,8 @@ def npu_chunk_gated_delta_rule(
         actual_seq_lengths: [B] int32 or int64, lengths that add up to T; None: one sequence.
         scale: factor of the query; None is Dk ** -0.5.
         g: [T, Nv] float32 logarithm of the decay; None: no decay.
+        use_beta_sigmoid_in_kernel: the rate is sigmoid(beta); gradients are those of `beta`.
+        allow_neg_eigval: with the sigmoid: the rate is twice that.
 
     Returns:
         out [T, Nv, Dv], dtype of `value`, and the final state [B, Nv, Dv, Dk], dtype of
@@ -224,6 +228,8 @@ def npu_chunk_kda(
     dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
     state_layout: str = "kv",
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Kimi delta attention over whole sequences (prefill), chunk by chunk: a decay by channel.
 
@@ -241,7 +247,7 @@ def npu_chunk_kda(
         k: [B, S, N, Dk].
         v: [B, S, Nv, Dv]; N divides Nv, value head n uses query head n // (Nv / N).
         g: [B, S, Nv, Dk] logarithm of the decay, at most 0; or what the gate makes it from.
-        beta: [B, S, Nv], the rate itself.
+        beta: [B, S, Nv], the rate itself, or what its sigmoid makes it from.
         scale: factor of q; None is Dk ** -0.5.
         initial_state: [B or sequences, Nv, Dk, Dv] ("kv") or [.., Dv, Dk] ("vk"); None: zeros.
         cu_seqlens: [sequences + 1] int32 or int64 prefix sums, with B = 1; tokens of no sequence
@@ -253,6 +259,8 @@ def npu_chunk_kda(
         lower_bound: a negative number: the logarithm is
             lower_bound sigmoid(exp(A_log) (g + dt_bias)) instead.
         state_layout: "kv" or "vk"; never inferred, both have the same size if Dk = Dv.
+        use_beta_sigmoid_in_kernel: the rate is sigmoid(beta); gradients are those of `beta`.
+        allow_neg_eigval: with the sigmoid: the rate is twice that.
 
     Returns:
         out [B, S, Nv, Dv], dtype of `v`, and the final states, dtype of `initial_state` (float32

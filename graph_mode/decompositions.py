@@ -307,7 +307,11 @@ def chunk_gated_delta_rule(**a: Unpack[ChunkGatedDeltaRule]) -> tuple[Tensor, Te
         k,
         value.to(wide),
         (ones if a["g"] is None else a["g"].to(wide).exp())[..., None],
-        ones if a["beta"] is None else a["beta"].to(wide),
+        ones
+        if a["beta"] is None
+        else delta_rules.rate(
+            a["beta"].to(wide), a["use_beta_sigmoid_in_kernel"], a["allow_neg_eigval"]
+        ),
     )
     return out.to(value.dtype), last.mT.to(initial_state.dtype)
 
@@ -371,6 +375,9 @@ def chunk_kda(**a: Unpack[ChunkKda]) -> tuple[Tensor, Tensor]:
         lengths = torch.full_like(starts, length)
     else:
         starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    beta = delta_rules.rate(
+        a["beta"].to(wide), a["use_beta_sigmoid_in_kernel"], a["allow_neg_eigval"]
+    )
     turn = a["state_layout"] == "vk"
     if initial_state is None:
         shape = [starts.shape[0], value_heads, key_size, value_size]
@@ -386,7 +393,7 @@ def chunk_kda(**a: Unpack[ChunkKda]) -> tuple[Tensor, Tensor]:
         keys,
         v.to(wide).flatten(0, 1),
         decay.flatten(0, 1).exp(),
-        a["beta"].to(wide).flatten(0, 1),
+        beta.flatten(0, 1),
     )
     last = last.mT if turn else last
     kind = wide if initial_state is None else initial_state.dtype

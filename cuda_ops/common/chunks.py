@@ -71,6 +71,23 @@ def heads_of(head, GROUP: tl.constexpr):
 
 
 @triton.jit
+def rate_of(beta, valid, BETA: tl.constexpr):
+    """How much of its key's value a token changes, in float32; 0 where there is none."""
+    rate = beta.to(tl.float32)
+    if BETA > 1:
+        rate = tl.where(valid, (BETA - 1.0) / (1.0 + tl.exp(-rate)), 0.0)
+    return rate
+
+
+@triton.jit
+def of_beta(grad, rate, BETA: tl.constexpr):
+    """The gradient of beta from that of the rate."""
+    if BETA > 1:
+        grad *= rate * (1.0 - rate / (BETA - 1.0))
+    return grad
+
+
+@triton.jit
 def softplus(x, beta, threshold):
     bx = x * beta
     y = tl.exp(tl.minimum(bx, threshold))

@@ -28,10 +28,10 @@ import triton.language as tl
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...dispatch.common import memory
+from ...dispatch.common import gated_delta, memory
 from ...dispatch.ops.delta_rule.chunk_gated_delta_rule import Arguments
 from ..common import gpu
-from ..common.chunks import CHUNK, chunk_rows, heads_of, sequence_lengths, unit_inverse
+from ..common.chunks import CHUNK, chunk_rows, heads_of, rate_of, sequence_lengths, unit_inverse
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from .hopper import chunk_gated_delta_rule as hopper
@@ -97,7 +97,8 @@ def _chunks_kernel(
         else:
             total = tl.zeros([CHUNK], tl.float32)
         if BETA:
-            rate = tl.load(beta + token * b_row + hv, mask=valid, other=0.0).to(tl.float32)
+            rate = tl.load(beta + token * b_row + hv, mask=valid, other=0.0)
+            rate = rate_of(rate, valid, BETA)
         else:
             rate = tl.where(valid, 1.0, 0.0)
         causal = i[:, None] >= i[None, :]
@@ -258,12 +259,16 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     if final.numel() == 0:
         return out.zero_(), final
     scale = DK**-0.5 if scale is None else scale
+    rate = gated_delta.kind_of_rate(
+        x["beta"], x["use_beta_sigmoid_in_kernel"], x["allow_neg_eigval"]
+    )
     if hopper.supports(query, key, value, sequences):
         hopper.launch(
             query,
             key,
             value,
             x["beta"],
+            rate,
             initial_state,
             actual_seq_lengths,
             scale,
@@ -277,6 +282,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
             key,
             value,
             x["beta"],
+            rate,
             initial_state,
             actual_seq_lengths,
             scale,
@@ -292,6 +298,7 @@ def _plain(
     key: Tensor,
     value: Tensor,
     beta: Tensor | None,
+    rate: int,
     initial_state: Tensor | None,
     actual_seq_lengths: Tensor | None,
     scale: float,
@@ -343,7 +350,7 @@ def _plain(
             DV_PAD=max(16, power_of_two(DV)),
             SEQUENCES=padded,
             VARLEN=actual_seq_lengths is not None,
-            BETA=beta is not None,
+            BETA=rate,
             GATE=g is not None,
             PRECISION="tf32" if half is torch.bfloat16 else "tf32x3",
             num_warps=2,

@@ -44,10 +44,18 @@ import triton.language as tl
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...dispatch.common import memory
+from ...dispatch.common import gated_delta, memory
 from ...dispatch.ops.delta_rule.chunk_gated_delta_rule_grad import Arguments
 from ..common import gpu
-from ..common.chunks import CHUNK, chunk_rows, heads_of, sequence_lengths, unit_inverse
+from ..common.chunks import (
+    CHUNK,
+    chunk_rows,
+    heads_of,
+    of_beta,
+    rate_of,
+    sequence_lengths,
+    unit_inverse,
+)
 from ..runtime import launches
 from . import chunk_gated_delta_rule
 from .hopper import chunk_gated_delta_rule_grad as hopper
@@ -102,7 +110,7 @@ def _grown(g, token, g_row, valid, GATE: tl.constexpr):
 @triton.jit
 def _rate(beta, token, b_row, valid, BETA: tl.constexpr):
     if BETA:
-        return _vector(beta, token, b_row, valid)
+        return rate_of(_vector(beta, token, b_row, valid), valid, BETA)
     else:
         return tl.where(valid, 1.0, 0.0)
 
@@ -116,7 +124,7 @@ class Constants(NamedTuple):
     DV: int
     SEQUENCES: int
     VARLEN: bool
-    BETA: bool
+    BETA: int
     GATE: bool
 
 
@@ -501,6 +509,7 @@ def _inputs_kernel(
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _gates_kernel(
+    beta,
     lengths,
     d_rate,
     d_total,
@@ -510,6 +519,7 @@ def _gates_kernel(
     d_g,
     T,
     sequences,
+    b_row,
     BLOCKS: tl.constexpr,
     HEADS: tl.constexpr,
     C: tl.constexpr,
@@ -526,6 +536,10 @@ def _gates_kernel(
             of_rate = tl.load(d_rate + at, mask=mask, other=0.0)
             for block in range(0, BLOCKS):
                 of_rate += tl.load(rate_parts + block * T.to(tl.int64) * C.NV + at, mask, 0.0)
+            if C.BETA > 1:
+                to_rate = beta + (start + first + i)[:, None] * b_row + hv[None, :]
+                rate = rate_of(tl.load(to_rate, mask=mask, other=0.0), mask, C.BETA)
+                of_rate = of_beta(of_rate, rate, C.BETA)
             tl.store(d_beta + at, of_rate.to(d_beta.dtype.element_ty), mask=mask)
         if C.GATE:
             total = tl.load(d_total + at, mask=mask, other=0.0)
@@ -583,6 +597,7 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
         a["d_out"],
         a["d_final_state"],
         a["beta"],
+        gated_delta.kind_of_rate(a["beta"], a["use_beta_sigmoid_in_kernel"], a["allow_neg_eigval"]),
         a["initial_state"],
         actual_seq_lengths,
     )
@@ -598,6 +613,7 @@ def _plain(
     d_out: Tensor,
     d_final_state: Tensor | None,
     beta: Tensor | None,
+    kind: int,
     initial_state: Tensor | None,
     actual_seq_lengths: Tensor | None,
     scale: float,
@@ -640,7 +656,7 @@ def _plain(
         DV=DV,
         SEQUENCES=max(16, triton.next_power_of_2(sequences)),
         VARLEN=varlen,
-        BETA=beta is not None,
+        BETA=kind,
         GATE=g is not None,
     )
     if chunks > 0:
@@ -751,6 +767,7 @@ def _plain(
         if beta is not None or g is not None:
             heads = min(32, triton.next_power_of_2(NV))
             launches.kernel(_gates_kernel, chunks, triton.cdiv(NV, heads))(
+                beta,
                 actual_seq_lengths,
                 d_rate,
                 d_total,
@@ -760,6 +777,7 @@ def _plain(
                 d_g,
                 T,
                 sequences,
+                b_row,
                 BLOCKS=blocks,
                 HEADS=heads,
                 C=constants,

@@ -34,10 +34,10 @@ import triton.language as tl
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...dispatch.common import memory
+from ...dispatch.common import gated_delta, memory
 from ...dispatch.ops.delta_rule.chunk_kda import Arguments
 from ..common import gpu
-from ..common.chunks import CHUNK, SUB, chunk_rows, heads_of
+from ..common.chunks import CHUNK, SUB, chunk_rows, heads_of, rate_of
 from ..common.kda import (
     BLOCKS,
     binary,
@@ -83,6 +83,7 @@ class Constants(NamedTuple):
     GATE: int
     A: bool
     BIAS: bool
+    BETA: int
 
 
 @triton.jit
@@ -258,7 +259,7 @@ def _chunks_kernel(
         alike += on_diagonal(alike_near)
         alike *= k_unit[:, None] * k_unit[None, :]
         rate = tl.load(beta + (first + i).to(tl.int64) * b_row, mask=valid, other=0.0)
-        rate = rate.to(tl.float32)
+        rate = rate_of(rate, valid, C.BETA)
         inverse = _solved(alike * rate[:, None], TWO)
         if BACKWARD:
             tl.store(u + square, (-_product(alike, inverse, TWO)).to(element))
@@ -371,6 +372,7 @@ def chunks(
     dt_bias: Tensor | None,
     lower_bound: float | None,
     gated: bool,
+    rate: int,
     out: Tensor | None,
 ) -> Chunks:
     """`out` None: for the gradient."""
@@ -410,6 +412,7 @@ def chunks(
             GATE=gate(gated, lower_bound),
             A=A_log is not None,
             BIAS=dt_bias is not None,
+            BETA=rate,
         ),
         sequences=sequences,
         count=count,
@@ -489,6 +492,7 @@ def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         a["dt_bias"],
         a["lower_bound"],
         a["use_gate_in_kernel"],
+        gated_delta.kind_of_rate(a["beta"], a["use_beta_sigmoid_in_kernel"], a["allow_neg_eigval"]),
         out,
     )
     BLOCK_V, stages = walk_tiling(x.constants.V_PAD, gpu.shared_memory(v.device))

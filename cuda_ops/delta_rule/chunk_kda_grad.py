@@ -43,9 +43,9 @@ import triton.language as tl
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...dispatch.common import memory
+from ...dispatch.common import gated_delta, memory
 from ...dispatch.ops.delta_rule.chunk_kda_grad import Arguments
-from ..common.chunks import CHUNK, chunk_rows
+from ..common.chunks import CHUNK, chunk_rows, of_beta, rate_of
 from ..common.kda import (
     BOUNDED,
     SOFTPLUS,
@@ -141,7 +141,8 @@ def _walks_kernel(
             t_tile = tl.load(t + number * (CHUNK * CHUNK) + square)
             v_mask = valid[None, :] & (cv < C.V)[:, None]
             v_tile = tl.load(v + token[None, :] * v_row + cv[:, None], mask=v_mask, other=0.0)
-            rate = tl.load(beta + token * b_row, mask=valid, other=0.0).to(tl.float32)
+            rate = tl.load(beta + token * b_row, mask=valid, other=0.0)
+            rate = rate_of(rate, valid, C.BETA)
             fade = tl.load(fades + number * C.K_PAD + ck)
             half = state.to(element)
             tl.store(states + number * (C.V_PAD * C.K_PAD) + inner, half)
@@ -167,7 +168,8 @@ def _walks_kernel(
             p_tile = tl.load(p + number * (CHUNK * CHUNK) + square)
             o_mask = valid[None, :] & (cv < C.V)[:, None]
             o_tile = tl.load(d_out + token[None, :] * o_row + cv[:, None], mask=o_mask, other=0.0)
-            rate = tl.load(beta + token * b_row, mask=valid, other=0.0).to(tl.float32)
+            rate = tl.load(beta + token * b_row, mask=valid, other=0.0)
+            rate = rate_of(rate, valid, C.BETA)
             fade = tl.load(fades + number * C.K_PAD + ck)
             half = grad.to(element)
             tl.store(grads + number * (C.V_PAD * C.K_PAD) + inner, half)
@@ -299,8 +301,8 @@ def _inputs_kernel(
         for one in range(0, GROUP):
             hv = h * GROUP + one
             number = chunk.to(tl.int64) * C.HV + hv
-            of_beta = beta + batch * b_batch + (start + first + i) * b_row + hv
-            rate = tl.load(of_beta, mask=valid, other=0.0).to(tl.float32)
+            to_rate = beta + batch * b_batch + (start + first + i) * b_row + hv
+            rate = rate_of(tl.load(to_rate, mask=valid, other=0.0), valid, C.BETA)
             of_out = d_out + batch * o_batch + start * o_row + hv * o_head
             left_q = tl.zeros([CHUNK, BLOCK_K], tl.float32)
             left_k = tl.zeros([CHUNK, BLOCK_K], tl.float32)
@@ -330,7 +332,7 @@ def _inputs_kernel(
             same = i[:, None] == i[None, :]
             if block == 0:
                 of_rate = tl.sum(tl.where(same, m, 0.0), 1)
-                of_rate = of_rate.to(d_beta.dtype.element_ty)
+                of_rate = of_beta(of_rate, rate, C.BETA).to(d_beta.dtype.element_ty)
                 tl.store(d_beta + token * C.HV + hv, of_rate, mask=valid)
             z *= rate[None, :] * scale
             m *= -rate[:, None] * rate[None, :]
@@ -517,7 +519,23 @@ def backward(
         return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias
     scale = K**-0.5 if scale is None else scale
     norm, gated = a["use_qk_l2norm_in_kernel"], a["use_gate_in_kernel"]
-    x = chunks(q, k, v, g, beta, scale, cu_seqlens, norm, A_log, dt_bias, lower_bound, gated, None)
+    rate = gated_delta.kind_of_rate(beta, a["use_beta_sigmoid_in_kernel"], a["allow_neg_eigval"])
+    x = chunks(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        cu_seqlens,
+        norm,
+        A_log,
+        dt_bias,
+        lower_bound,
+        gated,
+        rate,
+        None,
+    )
     programs, side = x.count * HV, CHUNK.value
     K_PAD, V_PAD = x.constants.K_PAD, x.constants.V_PAD
     BLOCK_K = min(_BLOCK_K, K_PAD)

@@ -93,14 +93,18 @@ def decay(
     return -rate * nn.functional.softplus(a)
 
 
-def _rate(
-    name: str, beta: Tensor, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool
-) -> Tensor:
+def _check_rate(name: str, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> None:
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError(
             f"{name}: `allow_neg_eigval` is True and `use_beta_sigmoid_in_kernel` False, expected "
             "both: it doubles the sigmoid of `beta`. Pass the rate itself, up to 2, without it."
         )
+
+
+def _rate(
+    name: str, beta: Tensor, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool
+) -> Tensor:
+    _check_rate(name, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if not use_beta_sigmoid_in_kernel:
         return beta
     return beta.sigmoid() * (2 if allow_neg_eigval else 1)
@@ -177,7 +181,7 @@ def chunk_gated_delta_rule(
     name = "chunk_gated_delta_rule"
     cu_seqlens = _sequences(chunk_gated_delta_rule, q, cu_seqlens, cu_seq_lens_q, others)
     _gate(name, use_gate_in_kernel, A_log, dt_bias)
-    rate = _rate(name, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    _check_rate(name, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if use_gate_in_kernel and A_log is not None:
         g = decay(g, A_log, dt_bias)
     requests, tokens = q.shape[:2]
@@ -196,11 +200,13 @@ def chunk_gated_delta_rule(
         q.flatten(0, 1).contiguous(),
         k.flatten(0, 1).contiguous(),
         v.flatten(0, 1).contiguous(),
-        beta=rate.flatten(0, 1),
+        beta=beta.flatten(0, 1),
         initial_state=None if initial_state is None else initial_state.contiguous(),
         actual_seq_lengths=lengths,
         scale=scale,
         g=g.flatten(0, 1),
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
     )
     out = out.unflatten(0, (requests, tokens))
     if not output_final_state:
@@ -241,13 +247,13 @@ def chunk_kda(
     """The same with a decay by channel, g [B, S, Nv, Dk]."""
     cu_seqlens = _sequences(chunk_kda, q, cu_seqlens, cu_seq_lens_q, others)
     _gate("chunk_kda", use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    rate = _rate("chunk_kda", beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    _check_rate("chunk_kda", use_beta_sigmoid_in_kernel, allow_neg_eigval)
     out, state = npu_chunk_kda(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
         g.contiguous(),
-        rate,
+        beta,
         scale=scale,
         initial_state=None if initial_state is None else initial_state.contiguous(),
         cu_seqlens=cu_seqlens,
@@ -257,6 +263,8 @@ def chunk_kda(
         dt_bias=dt_bias,
         lower_bound=lower_bound,
         state_layout="vk" if state_v_first else "kv",
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
     )
     return out, state if output_final_state else None
 

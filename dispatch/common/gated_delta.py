@@ -75,6 +75,12 @@ def norm(x: dict[str, Any], out: Tensor) -> dict[str, Any]:
     )
 
 
+def kind_of_rate(beta: Tensor | None, sigmoid: bool, twice: bool) -> int:
+    """What kernels are compiled for: without `beta` 0, of the rate itself 1, of what its sigmoid
+    makes 2, and of twice that 3."""
+    return 0 if beta is None else 1 + sigmoid + twice
+
+
 def log_decay(g: Tensor | None, gk: Tensor | None) -> Tensor | None:
     """The logarithm of both decays, [T, HV] or [T, HV, K]."""
     if g is None or gk is None:

@@ -30,9 +30,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
+from ...dispatch.common.gated_delta import kind_of_rate
 from ..common import cores, entry, tiling, tune
 from ..common.front_end import extract_slice, insert_slice
 from ..common.lengths import within
+from ..common.rates import rate_of
 
 CHUNK = tl.constexpr(64)
 LARGEST = 256  # key and value size
@@ -159,6 +161,7 @@ def triangles(
                     there,
                     VALUE_HEADS,
                 )
+                rate = rate_of(rate, there, BETA)
             else:
                 rate = tl.where(there, 1.0, 0.0)
             sees = f[:, None] >= f[None]
@@ -413,6 +416,8 @@ def forward(
     actual_seq_lengths: Tensor | None,
     scale: float | None,
     g: Tensor | None,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, key_size = key.shape
     value_heads, value_size = value.shape[1:]
@@ -498,7 +503,7 @@ def forward(
             0 if gate is None else gate.stride(0),
             VALUE_HEADS=value_heads,
             VARLEN=varlen,
-            BETA=rate is not None,
+            BETA=kind_of_rate(rate, use_beta_sigmoid_in_kernel, allow_neg_eigval),
             GATE=gate is not None,
             APART=False,
             **tune.only("chunk_gated_delta_rule.triangles").keywords,

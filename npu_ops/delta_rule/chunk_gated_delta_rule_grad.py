@@ -39,7 +39,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
+from ...dispatch.common.gated_delta import kind_of_rate
 from ..common import cores, entry, tiling, tune
+from ..common.rates import of_beta
 from . import chunk_gated_delta_rule
 from .chunk_gated_delta_rule import CHUNK, _length, products, triangles
 
@@ -518,6 +520,7 @@ def gates(
     number,
     firsts,
     counts,
+    changes,
     of_rate,
     of_total,
     of_column,
@@ -547,6 +550,8 @@ def gates(
             at = (chunk.to(tl.int64) * value_heads + first + head) * CHUNK + i
             if BETA:
                 rate = tl.load(of_rate + at)
+                if BETA > 1:
+                    rate = of_beta(rate, tl.load(changes + at), BETA)
                 rates = tl.where(h[None] == head, rate[:, None], rates)
             if GATE:
                 total = tl.load(of_total + at) - tl.load(of_column + at)
@@ -587,6 +592,8 @@ def backward(
     actual_seq_lengths: Tensor | None,
     scale: float | None,
     g: Tensor | None,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     device, dtype, wide = value.device, value.dtype, torch.float32
 
@@ -693,7 +700,7 @@ def backward(
             0 if gate is None else gate.stride(0),
             VALUE_HEADS=values,
             VARLEN=varlen,
-            BETA=rate is not None,
+            BETA=kind_of_rate(rate, use_beta_sigmoid_in_kernel, allow_neg_eigval),
             GATE=gate is not None,
             APART=True,
             **tune.only("chunk_gated_delta_rule.triangles").keywords,
@@ -844,6 +851,7 @@ def backward(
                 number,
                 firsts,
                 counts,
+                rates,
                 of_rate,
                 of_total,
                 of_column,
@@ -852,7 +860,7 @@ def backward(
                 values,
                 d_rate.stride(0),
                 d_gate.stride(0),
-                BETA=rate is not None,
+                BETA=kind_of_rate(rate, use_beta_sigmoid_in_kernel, allow_neg_eigval),
                 GATE=gate is not None,
                 **_only("gates"),
             )

@@ -32,9 +32,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
+from ...dispatch.common.gated_delta import kind_of_rate
 from ..common import cores, entry, tiling, tune
 from ..common.front_end import extract_slice
 from ..common.lengths import within
+from ..common.rates import rate_of
 from .fused_sigmoid_gating_delta_rule_update import _softplus
 
 CHUNK = tl.constexpr(64)
@@ -291,6 +293,7 @@ def triangles(
     beta_head,
     VARLEN: tl.constexpr,
     GRAD: tl.constexpr,
+    BETA: tl.constexpr,
     multibuffer: tl.constexpr,
 ):
     """T [chunks, HV, 64, 64]; beta [HV, tokens].  For a gradient (I + beta A)^-1, and what its
@@ -308,7 +311,8 @@ def triangles(
             head = work % value_heads
             first = (low + work // value_heads) * CHUNK
             of_beta = beta + head.to(tl.int64) * beta_head + start + first + i
-            rate = tl.load(of_beta, mask=i < size - first, other=0.0).to(tl.float32)
+            there = i < size - first
+            rate = rate_of(tl.load(of_beta, mask=there, other=0.0), there, BETA)
             place = ((before + low - since) * value_heads + work).to(tl.int64)
             tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
             upper = tl.load(alike + tile) * rate[None]
@@ -480,10 +484,13 @@ class Chunks:
     left: Tensor
     fades: Tensor
     scaled: Tensor
-    rates: Tensor  # beta [HV, tokens]
+    betas: Tensor  # [HV, tokens]
+    kind: int  # of rates that they make
 
 
-def laid_out(most: int, q: Tensor, beta: Tensor, cu_seqlens: Tensor | None, grad: bool) -> Chunks:
+def laid_out(
+    most: int, q: Tensor, beta: Tensor, kind: int, cu_seqlens: Tensor | None, grad: bool
+) -> Chunks:
     value_heads, key_size = beta.shape[-1], q.shape[-1]
     square = (CHUNK.value, CHUNK.value)
 
@@ -513,6 +520,7 @@ def laid_out(most: int, q: Tensor, beta: Tensor, cu_seqlens: Tensor | None, grad
         fades,
         scaled,
         beta.mT.contiguous(),  # loads with a stride are padded in UB
+        kind,
     )
 
 
@@ -589,15 +597,16 @@ def fill(
     )
     triangles[(cores.vector(),)](
         x.alike,
-        x.rates,
+        x.betas,
         x.bounds,
         x.solved,
         x.finer,
         *here,
         value_heads,
-        x.rates.stride(0),
+        x.betas.stride(0),
         VARLEN=varlen,
         GRAD=grad,
+        BETA=x.kind,
         **tune.only("chunk_kda.triangles").keywords,
     )
 
@@ -617,6 +626,8 @@ def forward(
     dt_bias: Tensor | None,
     lower_bound: float | None,
     state_layout: str,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
 ) -> tuple[Tensor, Tensor]:
     batch, length, _, key_size = q.shape
     value_heads, value_size = v.shape[2:]
@@ -636,7 +647,8 @@ def forward(
     # G and k in float32, five tiles by channel or pair in halves, A in float32
     side = CHUNK.value
     most = at_once(count, value_heads * (side * (14 * key_size + 8 * side) + 4 * key_size))
-    x = laid_out(most, q, beta, cu_seqlens, grad=False)
+    rate = kind_of_rate(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = laid_out(most, q, beta, rate, cu_seqlens, grad=False)
     initial, state = initial_state, final
     if most < count:  # the last two are of sequences that rounds end within
         initial = state = memory.empty((sequences + 2, *final.shape[1:]), torch.float32, v.device)

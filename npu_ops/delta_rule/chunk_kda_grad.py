@@ -44,8 +44,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
+from ...dispatch.common.gated_delta import kind_of_rate
 from ..common import cores, entry, tiling, tune, tuples
 from ..common.front_end import extract_slice
+from ..common.rates import of_beta, rate_of
 from . import chunk_kda
 from .chunk_kda import CHUNK, _here, _logarithm, _sequence, _touched
 
@@ -98,6 +100,7 @@ class Walk(NamedTuple):
     KEY: tl.constexpr
     VALUE: tl.constexpr
     VARLEN: tl.constexpr  # sequences are packed in a row
+    BETA: tl.constexpr  # what rates are made of
     INITIAL: tl.constexpr  # there are initial states
     VALUE_FIRST: tl.constexpr  # a state is [V, K], not [K, V]
 
@@ -108,7 +111,7 @@ def walk_states(
     left,
     fades,
     v,
-    rates,
+    betas,
     bounds,
     solved,
     finer,
@@ -150,7 +153,7 @@ def walk_states(
             head = work // TILES
             column = work % TILES * VALUE_TILE + c
             of_v = v + head.to(tl.int64) * v_stride.head
-            of_rate = rates + head.to(tl.int64) * tokens + start
+            of_rate = betas + head.to(tl.int64) * tokens + start
             whole = (of_first * value_heads + head).to(tl.int64) * (C.VALUE * C.KEY)
             of_state = column[:, None] * C.KEY + d[None]
             if C.INITIAL:
@@ -171,11 +174,12 @@ def walk_states(
                 v_tile = tl.load(
                     of_v + token * v_stride.token + column[None], mask=there, other=0.0
                 )
-                rate = tl.load(of_rate + first + i, mask=i < size - first, other=0.0)
+                mine = i < size - first
+                rate = rate_of(tl.load(of_rate + first + i, mask=mine, other=0.0), mine, C.BETA)
                 half = state.to(v_tile.dtype)
                 tl.store(states + place * (C.VALUE * C.KEY) + of_state, half)
                 x = v_tile.to(tl.float32) - tl.dot(tl.load(keys + rows), tl.trans(half))
-                faster = (x * rate.to(tl.float32)[:, None]).to(v_tile.dtype)
+                faster = (x * rate[:, None]).to(v_tile.dtype)
                 u_tile = tl.trans(tl.load(solved + tile))
                 f_tile = tl.trans(tl.load(finer + tile))
                 n_tile = tl.dot(f_tile, faster, tl.dot(u_tile, faster)).to(v_tile.dtype)
@@ -205,7 +209,7 @@ def walk_grads(
     left,
     fades,
     d_out,
-    rates,
+    betas,
     bounds,
     solved,
     finer,
@@ -249,7 +253,7 @@ def walk_grads(
             head = work // TILES
             column = work % TILES * VALUE_TILE + c
             of_o = d_out + head.to(tl.int64) * o_stride.head
-            of_rate = rates + head.to(tl.int64) * tokens + start
+            of_rate = betas + head.to(tl.int64) * tokens + start
             whole = (of_first * value_heads + head).to(tl.int64) * (C.VALUE * C.KEY)
             of_state = column[:, None] * C.KEY + d[None]
             other = d[:, None] * C.VALUE + column[None]
@@ -270,14 +274,15 @@ def walk_grads(
                 o_tile = tl.load(
                     of_o + token * o_stride.token + column[None], mask=there, other=0.0
                 )
-                rate = tl.load(of_rate + first + i, mask=i < size - first, other=0.0)
+                mine = i < size - first
+                rate = rate_of(tl.load(of_rate + first + i, mask=mine, other=0.0), mine, C.BETA)
                 half = grad.to(o_tile.dtype)
                 tl.store(grads + place * (C.VALUE * C.KEY) + of_state, half)
                 dn = tl.dot(tl.load(left + rows), tl.trans(half))
                 dn += tl.dot(tl.load(seen + tile), o_tile)
                 dn = dn.to(o_tile.dtype)
                 r = tl.dot(tl.load(finer + tile), dn, tl.dot(tl.load(solved + tile), dn))
-                dv = r * rate.to(tl.float32)[:, None]
+                dv = r * rate[:, None]
                 less = (-dv).to(o_tile.dtype)
                 to = d_value + (token * value_heads + head) * C.VALUE + column[None]
                 tl.store(to, dv.to(d_value.dtype.element_ty), mask=there)
@@ -411,6 +416,13 @@ def _through_norm(of_x, there, grad, NORM: tl.constexpr):
     return grad
 
 
+class Inputs(NamedTuple):
+    KEY: tl.constexpr
+    VALUE: tl.constexpr
+    NORM: tl.constexpr  # of queries and keys
+    BETA: tl.constexpr  # what rates are made of
+
+
 @tuples.jit(["since", "most", "tokens", "group", "heads", "scale"])
 def inputs(
     q,
@@ -427,9 +439,10 @@ def inputs(
     of_rest,
     back,
     own,
+    betas,
     d_query,
     d_key,
-    d_rates,
+    d_betas,
     of_total,
     since,
     most,
@@ -439,9 +452,7 @@ def inputs(
     scale,
     q_stride: Strides,
     k_stride: Strides,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    NORM: tl.constexpr,
+    C: Inputs,
     ROWS: tl.constexpr,
 ):
     """dq and dk, summed over the value heads of a head; dbeta [HV, tokens]; what G gets of its own
@@ -449,8 +460,8 @@ def inputs(
     PARTS: tl.constexpr = CHUNK // ROWS
     SQUARE: tl.constexpr = CHUNK * CHUNK
     row = tl.arange(0, ROWS)
-    d = tl.arange(0, KEY)
-    e = tl.arange(0, VALUE)
+    d = tl.arange(0, C.KEY)
+    e = tl.arange(0, C.VALUE)
     chunks = _chunks(number, since, most)
     for work in range(tl.program_id(0), chunks * heads * PARTS, tl.num_programs(0)):
         head = work // PARTS % heads
@@ -460,23 +471,23 @@ def inputs(
         there = (i < count)[:, None]
         begin = tl.load(firsts + since + chunk)
         token = (begin + i).to(tl.int64)
-        dq = tl.zeros((ROWS, KEY), tl.float32)
-        dk = tl.zeros((ROWS, KEY), tl.float32)
+        dq = tl.zeros((ROWS, C.KEY), tl.float32)
+        dk = tl.zeros((ROWS, C.KEY), tl.float32)
         for one in range(0, group):
             value_head = head * group + one
             place = (chunk * heads * group + value_head).to(tl.int64)
-            base = place * (CHUNK * KEY)
-            rows = base + i[:, None] * KEY + d[None]
+            base = place * (CHUNK * C.KEY)
+            rows = base + i[:, None] * C.KEY + d[None]
             g_tile = tl.load(total + rows)
             growth = tl.exp(g_tile)
             left_q = tl.load(of_q + rows) * growth
             left_k = tl.load(of_k + rows) * growth
-            right_k = tl.zeros((ROWS, KEY), tl.float32)
+            right_k = tl.zeros((ROWS, C.KEY), tl.float32)
             of_place = of_pairs + place * (4 * SQUARE) + i
             for j in range(0, CHUNK):
-                g_row = tl.load(total + base + j * KEY + d)[None]
-                k_row = tl.load(units + base + j * KEY + d)[None]
-                q_row = tl.load(scaled + base + j * KEY + d)[None]
+                g_row = tl.load(total + base + j * C.KEY + d)[None]
+                k_row = tl.load(units + base + j * C.KEY + d)[None]
+                q_row = tl.load(scaled + base + j * C.KEY + d)[None]
                 fading = tl.exp(tl.minimum(g_tile - g_row, 0.0)) * k_row
                 pair = of_place + j * CHUNK
                 seen = tl.where(i >= j, tl.load(pair + SQUARE), 0.0)
@@ -487,22 +498,26 @@ def inputs(
                 alike = tl.where(i < j, tl.load(pair + 2 * SQUARE), 0.0)
                 fading = tl.exp(tl.minimum(g_row - g_tile, 0.0))
                 right_k += fading * (seen[:, None] * q_row + alike[:, None] * k_row)
-            last = tl.load(total + base + (CHUNK - 1) * KEY + d)[None]
+            last = tl.load(total + base + (CHUNK - 1) * C.KEY + d)[None]
             k_tile = tl.load(units + rows)
             dq += left_q
             gained = tl.load(scaled + rows) * left_q + k_tile * (left_k - right_k)
             rest = tl.load(of_rest + rows) * tl.exp(last - g_tile)
             tl.store(of_total + rows, gained - k_tile * rest)
             dk += left_k + right_k + rest
-            values = place * (CHUNK * VALUE) + i[:, None] * VALUE + e[None]
+            values = place * (CHUNK * C.VALUE) + i[:, None] * C.VALUE + e[None]
             rate = tl.load(back + values).to(tl.float32) * tl.load(own + values).to(tl.float32)
-            to = d_rates + value_head.to(tl.int64) * tokens + token
-            tl.store(to, tl.sum(rate, 1), mask=i < count)
+            to = value_head.to(tl.int64) * tokens + token
+            of_rate = tl.sum(rate, 1)
+            if C.BETA > 1:
+                beta = tl.load(betas + to, mask=i < count, other=0.0)
+                of_rate = of_beta(of_rate, rate_of(beta, i < count, C.BETA), C.BETA)
+            tl.store(d_betas + to, of_rate, mask=i < count)
         of_x = q + head.to(tl.int64) * q_stride.head + token[:, None] * q_stride.token + d[None]
-        dq = _through_norm(of_x, there, dq * scale, NORM)
+        dq = _through_norm(of_x, there, dq * scale, C.NORM)
         of_x = k + head.to(tl.int64) * k_stride.head + token[:, None] * k_stride.token + d[None]
-        dk = _through_norm(of_x, there, dk, NORM)
-        to = (token[:, None] * heads + head) * KEY + d[None]
+        dk = _through_norm(of_x, there, dk, C.NORM)
+        to = (token[:, None] * heads + head) * C.KEY + d[None]
         tl.store(d_query + to, dq.to(d_query.dtype.element_ty), mask=there)
         tl.store(d_key + to, dk.to(d_key.dtype.element_ty), mask=there)
 
@@ -646,6 +661,8 @@ def backward(
     dt_bias: Tensor | None,
     lower_bound: float | None,
     state_layout: str,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     device, dtype, wide = v.device, v.dtype, torch.float32
 
@@ -689,6 +706,8 @@ def backward(
                 None if dt_bias is None else dt_bias.view(value_heads, key_size)[there],
                 lower_bound,
                 state_layout,
+                use_beta_sigmoid_in_kernel,
+                allow_neg_eigval,
             )
             parts = (
                 *(x[:, :, here] for x in (d_q, d_k)),
@@ -706,7 +725,8 @@ def backward(
     norm, scale = use_qk_l2norm_in_kernel, key_size**-0.5 if scale is None else scale
     value_first = state_layout == "vk"
     most = chunk_kda.at_once(count, value_heads * each)
-    x = chunk_kda.laid_out(most, q, beta, cu_seqlens, grad=True)
+    rate = kind_of_rate(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    x = chunk_kda.laid_out(most, q, beta, rate, cu_seqlens, grad=True)
 
     def space(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return memory.empty((most, value_heads, *shape), kind, device)
@@ -730,9 +750,9 @@ def backward(
     of_pairs = space(4, side, side, kind=wide)
     of_q, of_k, of_rest = (space(side, key_size, kind=wide) for _ in range(3))
     parts = [space(side // _only("gates")["ROWS"], key_size, kind=wide).zero_() for _ in range(2)]
-    d_rates = memory.empty((value_heads, tokens), wide, device)
+    d_betas = memory.empty((value_heads, tokens), wide, device)
     if varlen is not None:
-        d_rates.zero_()
+        d_betas.zero_()
     in_rounds, rounds = most < count, range(0, count, most)
     first, last, d_first = initial_state, d_final_state, d_initial
     if in_rounds:  # behind those of the sequences the states that rounds begin with, and end with
@@ -752,7 +772,7 @@ def backward(
         for x, more in ((A_log, ()), (dt_bias, (key_size,)))
     )
     sizes = dict(KEY=key_size, VALUE=value_size)
-    walked = dict(**sizes, VARLEN=varlen is not None, VALUE_FIRST=value_first)
+    walked = dict(**sizes, VARLEN=varlen is not None, BETA=rate, VALUE_FIRST=value_first)
 
     def forward(turn: int) -> None:
         since = rounds[turn]
@@ -779,7 +799,7 @@ def backward(
             x.left,
             x.fades,
             v,
-            x.rates,
+            x.betas,
             x.bounds,
             x.solved,
             x.finer,
@@ -817,7 +837,7 @@ def backward(
             x.left,
             x.fades,
             d_out,
-            x.rates,
+            x.betas,
             x.bounds,
             x.solved,
             x.finer,
@@ -890,9 +910,10 @@ def backward(
             of_rest,
             back,
             own,
+            x.betas,
             d_q,
             d_k,
-            d_rates,
+            d_betas,
             of_q,
             *here,
             tokens,
@@ -903,6 +924,7 @@ def backward(
             *k.stride()[:2],
             **sizes,
             NORM=norm,
+            BETA=rate,
             **_only("inputs"),
         )
         # what `scaled` was for is done
@@ -944,7 +966,7 @@ def backward(
             of_A += parts[0].sum((0, 2, 3))
         if of_bias is not None:
             of_bias += parts[1].sum((0, 2))
-    d_beta.copy_(d_rates.mT.view(d_beta.shape))
+    d_beta.copy_(d_betas.mT.view(d_beta.shape))
     if in_rounds and initial_state is not None:
         d_initial.copy_(last[:sequences])
     if of_A is not None:

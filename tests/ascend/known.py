@@ -201,6 +201,11 @@ _TIGHT = (
         tiles=(("MOST", 2048),),
     ),
     Known(
+        "chunk_gated_delta_rule.triangles",
+        "tight",
+        "the sigmoid of beta beside a chunk's squares: 163 KiB, and 29 are left",
+    ),
+    Known(
         "before_attention.heads",
         "tight",
         "heads of 512 and index keys beside them; half of the heads take half as long again",

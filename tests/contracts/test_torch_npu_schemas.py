@@ -37,6 +37,7 @@ MORE = {
     "npu_quant_lightning_indexer": ["cmp_ratio", "select_tail"],
     "npu_kv_quant_sparse_flash_attention": ["sinks", "row_layout"],
     "npu_sparse_flash_attention_grad": ["d_softmax_sum"],
+    "npu_chunk_gated_delta_rule": ["use_beta_sigmoid_in_kernel", "allow_neg_eigval"],
 }
 
 

@@ -418,6 +418,7 @@ def _chunks(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
         behind=case["behind"],
         state=torch.float32 if case["state"] else None,
         gates=case["gates"],
+        rates=case["rates"] if case["gates"] else 0,
     )
     drawn = sequences.arguments()
     names = tuple(n for n in ("query", "key", "value", "beta", "g") if drawn[n] is not None)
@@ -460,6 +461,7 @@ def _kda(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
         gate=case["gate"],
         bias=case["bias"],
         norm=case["norm"],
+        rates=case["rates"],
     )
     drawn = sequences.arguments()
     garbage = _unowned(drawn, case, ("q", "k", "v", "g", "beta"), 1)

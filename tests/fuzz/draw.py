@@ -176,6 +176,7 @@ def _chunks(r: Random, backward: bool) -> Case:
         dv=r.choice([8, 16, 40]),
         state=r.random() < 0.7,
         gates=r.random() < 0.8,
+        rates=r.choice([0, 0, 1, 2]),
     )
 
 
@@ -194,6 +195,7 @@ def _kda(r: Random, backward: bool) -> Case:
         gate=r.choice([GIVEN, SOFTPLUS, BOUNDED, PLAIN]),
         bias=r.random() < 0.5,
         norm=r.random() < 0.5,
+        rates=r.choice([0, 0, 1, 2]),
     )
 
 
@@ -504,7 +506,8 @@ COMPILED = {
     *("ratio", "coff", "pairs", "full", "ring", "pages", "hadamard", "returned"),
     *("m", "picked", "entry_page", "kind", "output", "quant", "eight"),
     *("turned", "power", "clip", "shared", "page", "own", "counts", "forced"),
-    *("kda", "norm", "twice", "state", "gates", "gate", "bias", "w", "history", "activation"),
+    *("kda", "norm", "twice", "state", "gates", "gate", "rates", "bias", "w", "history"),
+    "activation",
 }
 _COMPILE_MOST = ("layer", "layer v4", "loss", "kda")
 _SPOILED = 8  # ways to spoil the cases of a model: what runs in spite of it is compiled as well

@@ -13,7 +13,7 @@ import torch
 from custom.dispatch import backends
 from custom.dispatch.env import config
 from custom.dispatch.errors import NotSupported
-from custom.dispatch.reference.common import selection
+from custom.dispatch.reference.common import delta_rules, selection
 from custom.dispatch.reference.deepseek_v4 import sparse_attn_sharedkv_grad as gradients
 from custom.dispatch.reference.delta_rule.chunk_kda import gate
 from custom.dispatch.register import bind, overload
@@ -145,8 +145,13 @@ def _of_kda_gradients(x: Arguments, exact: Outputs, eps: float) -> dict[str, flo
     derives these bounds."""
     v, beta, g = (x[name].double() for name in ("v", "beta", "g"))
     d_v, d_g = exact["output 2"].double(), exact["output 3"].double()
+    of_beta = torch.ones(())
+    if x["use_beta_sigmoid_in_kernel"]:
+        of_beta = delta_rules.of_rate(beta, x["allow_neg_eigval"])
+        beta = delta_rules.rate(beta, True, x["allow_neg_eigval"])
     R = (d_v / beta[..., None]).nan_to_num(0, 0, 0)
-    out = {"output 4": eps * float((R * v).abs().sum(-1).max()) if R.numel() else 0.0}
+    by_value = (R * v).abs().sum(-1) * of_beta.nan_to_num(0)
+    out = {"output 4": eps * float(by_value.max()) if R.numel() else 0.0}
     by_g = torch.ones(())
     if x["use_gate_in_kernel"]:
         _, by_g, by_A = gate(g, x["A_log"], x["dt_bias"], x["lower_bound"])

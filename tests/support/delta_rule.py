@@ -28,6 +28,7 @@ class Sequences:
     alike: bool = False  # keys nearly the same: what a triangle's powers would cancel in
     strided: bool = False  # query, key and value as views of one projection
     without: tuple[str, ...] = ()  # arguments not given
+    rates: int = 0  # up to 1 or 2, of which beta is in front of the sigmoid
 
     def arguments(self) -> dict[str, Any]:
         """In float64, on the CPU; keys of length 1, as the rule needs them."""
@@ -41,11 +42,13 @@ class Sequences:
             query=q,
             key=k,
             value=drawn(T, self.Nv, self.Dv),
-            beta=drawn(T, self.Nv).sigmoid() if self.gates else None,
+            beta=made_by(self.rates, drawn(T, self.Nv)) if self.gates else None,
             initial_state=None if self.state is None else state,
             actual_seq_lengths=torch.tensor(self.lengths, dtype=torch.int32),
             scale=self.scale,
             g=-self.fading * drawn(T, self.Nv).exp() if self.gates else None,
+            use_beta_sigmoid_in_kernel=self.rates > 0,
+            allow_neg_eigval=self.rates == 2,
         )
         return every | dict.fromkeys(self.without)
 
@@ -57,6 +60,17 @@ class Sequences:
 
         moved = of_kinds(x, kinds, dtype, device)
         return joined(moved, ("query", "key", "value"), 1) if self.strided else moved
+
+
+def made_by(rates: int, beta: Tensor) -> Tensor:
+    return beta * 3 if rates else beta.sigmoid()
+
+
+def made(x: dict[str, Any], beta: Tensor) -> Tensor:
+    """The rates that a call makes of `beta`."""
+    if not x["use_beta_sigmoid_in_kernel"]:
+        return beta
+    return (1 + x["allow_neg_eigval"]) / (1 + torch.exp(-beta))
 
 
 def of_kinds(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .delta_rule import joined, of_kinds
+from .delta_rule import joined, made_by, of_kinds
 from .drawn import drawn
 
 # what `g` may be: the decay's logarithm, or what a gate makes it from
@@ -36,6 +36,7 @@ class Case:
     fading: float = 1.0  # times the decay's logarithm
     alike: bool = False  # keys nearly the same
     strided: bool = False  # q, k and v as views of one projection
+    rates: int = 0  # up to 1 or 2, of which beta is in front of the sigmoid
 
     def arguments(self) -> dict[str, Any]:
         """In float64, on the CPU; keys of length 1 where no norm makes them so."""
@@ -57,7 +58,7 @@ class Case:
             k=k,
             v=drawn(B, T, self.HV, self.V),
             g=g if inside else -self.fading * g.exp(),
-            beta=drawn(B, T, self.HV).sigmoid(),
+            beta=made_by(self.rates, drawn(B, T, self.HV)),
             scale=self.scale,
             initial_state=(
                 None if self.state is None else drawn(len(self.lengths), self.HV, *sizes)
@@ -69,6 +70,8 @@ class Case:
             dt_bias=drawn(self.HV, self.K) if inside and self.bias else None,
             lower_bound=-5.0 if self.gate in (BOUNDED, PLAIN) else None,
             state_layout=self.layout,
+            use_beta_sigmoid_in_kernel=self.rates > 0,
+            allow_neg_eigval=self.rates == 2,
         )
 
     def moved(self, x: dict[str, Any], dtype: torch.dtype, device: Any) -> dict[str, Any]:

@@ -372,6 +372,7 @@ def launch(
     key: Tensor,
     value: Tensor,
     beta: Tensor | None,
+    rate: int,
     initial_state: Tensor | None,
     actual_seq_lengths: Tensor | None,
     scale: float,
@@ -391,7 +392,7 @@ def launch(
     t, p = (memory.empty((rows, CHUNK), value.dtype, value.device) for _ in range(2))
     grown, left = (memory.empty((rows,), torch.float32, value.device) for _ in range(2))
     triangles(
-        query, key, NV, beta, actual_seq_lengths, scale, g, t, p, grown, left, None, sequences
+        query, key, NV, beta, rate, actual_seq_lengths, scale, g, t, p, grown, left, None, sequences
     )
     q_desc, k_desc = (describe(x, CHUNK, DK, True) for x in (query, key))
     t_desc, p_desc = (describe_matrix(x, rows, CHUNK, [CHUNK, CHUNK]) for x in (t, p))

@@ -46,6 +46,7 @@ from .chunks import (
     decay_of,
     fading_of,
     lengths_of,
+    rate_of,
     tokens_of,
     triangles,
 )
@@ -114,7 +115,7 @@ class InputConstants(NamedTuple):
     SEQUENCES: int
     VARLEN: bool
     STAGES: int
-    BETA: bool
+    BETA: int
     GATE: bool
 
 
@@ -637,7 +638,7 @@ def _pairs(
         columns = gl.arange(0, 64, layout=COLUMNS)
         total, _last = decay_of(g, token * g_row + hv, valid, GATE)
         if BETA:
-            rate = gl.load(beta + token * b_row + hv, mask=valid, other=0.0).to(gl.float32)
+            rate = rate_of(beta + token * b_row + hv, valid, BETA)
         else:
             rate = gl.where(valid, 1.0, 0.0)
         of_row = gl.convert_layout(rate, LIST)[:, None]
@@ -753,7 +754,7 @@ def _inputs_consumer(
         rest = gl.load(left + tile + i)
         fade = gl.load(grown + tile + 63)
         if C.BETA:
-            rate = gl.load(beta + token * b_row + hv, mask=valid, other=0.0).to(gl.float32)
+            rate = rate_of(beta + token * b_row + hv, valid, C.BETA)
         else:
             rate = gl.where(valid, 1.0, 0.0)
         by_o *= (growth * scale)[:, None]
@@ -770,6 +771,9 @@ def _inputs_consumer(
         mask = listed < length
         if C.BETA:
             found = gl.load(d_rate + row, mask, 0.0) - gl.convert_layout(of_rate, TOKENS)
+            if C.BETA > 1:
+                own = gl.convert_layout(rate, TOKENS)
+                found *= own * (1.0 - own / (C.BETA - 1.0))
             gl.store(d_beta + row, found.to(d_beta.dtype.element_ty), mask)
         if C.GATE:
             found = gl.load(d_total + row, mask, 0.0) + gl.convert_layout(of_total, TOKENS)
@@ -1015,6 +1019,7 @@ def launch(
     d_out: Tensor,
     d_final: Tensor | None,
     beta: Tensor | None,
+    rate: int,
     initial: Tensor | None,
     lengths: Tensor | None,
     scale: float,
@@ -1041,7 +1046,7 @@ def launch(
     n, r = (memory.empty((T, NV, DV), half, device) for _ in range(2))
     states, grads = (memory.empty((chunks * NV * DV, DK), half, device) for _ in range(2))
     d_rate, d_total = (memory.empty((T, NV), wide, device) for _ in range(2))
-    triangles(query, key, NV, beta, lengths, scale, g, t, p, grown, left, rates, sequences)
+    triangles(query, key, NV, beta, rate, lengths, scale, g, t, p, grown, left, rates, sequences)
     qk = [describe(x, CHUNK, DK, True) for x in (query, key)]
     values = [describe(x, CHUNK, CHUNK, True) for x in (value, d_out)]
     found = [describe(x, CHUNK, CHUNK, True) for x in (n, r)]
@@ -1086,7 +1091,7 @@ def launch(
         scale,
         b_row,
         0 if g is None else g.stride(0),
-        BETA=beta is not None,
+        BETA=rate,
         GATE=g is not None,
         num_warps=4,
         **sizes,
@@ -1111,8 +1116,6 @@ def launch(
         sequences,
         scale,
         b_row,
-        C=InputConstants(
-            N=N, STAGES=_INPUT_STAGES, BETA=beta is not None, GATE=g is not None, **sizes
-        ),
+        C=InputConstants(N=N, STAGES=_INPUT_STAGES, BETA=rate, GATE=g is not None, **sizes),
         num_warps=DK // 16,
     )

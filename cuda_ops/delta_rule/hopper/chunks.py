@@ -165,6 +165,15 @@ def fading_of(total, rows, columns):
     return causal, gl.exp(gl.where(causal, of_row - of_column, 0.0))
 
 
+@gluon.jit
+def rate_of(beta, valid, BETA: gl.constexpr):
+    """How much of its key's value a token changes, in float32; 0 where there is none."""
+    rate = gl.load(beta, mask=valid, other=0.0).to(gl.float32)
+    if BETA > 1:
+        rate = gl.where(valid, (BETA - 1.0) / (1.0 + gl.exp(-rate)), 0.0)
+    return rate
+
+
 @gluon.jit(do_not_specialize=["T", "sequences", "scale"])
 def _prepare(
     q_desc,
@@ -263,7 +272,7 @@ def _prepare(
         # made again: nothing but k k^T is held while P is written
         total, _last = decay_of(g, token * g_row + hv, valid, GATE)
         if BETA:
-            rate = gl.load(beta + token * b_row + hv, mask=valid, other=0.0).to(gl.float32)
+            rate = rate_of(beta + token * b_row + hv, valid, BETA)
         else:
             rate = gl.where(valid, 1.0, 0.0)
         _seen, fading = fading_of(total, rows, columns)
@@ -299,6 +308,7 @@ def triangles(
     key: Tensor,
     NV: int,
     beta: Tensor | None,
+    rate: int,
     lengths: Tensor | None,
     scale: float,
     g: Tensor | None,
@@ -337,7 +347,7 @@ def triangles(
         GROUP=NV // N,
         SEQUENCES=max(32, triton.next_power_of_2(sequences)),
         VARLEN=lengths is not None,
-        BETA=beta is not None,
+        BETA=rate,
         GATE=g is not None,
         num_warps=4,
         maxnreg=128,

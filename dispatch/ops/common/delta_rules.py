@@ -46,6 +46,14 @@ def gates(
     c.shape("dt_bias", dt_bias, of_bias)
 
 
+def rate(c: Checker, sigmoid: bool, twice: bool) -> None:
+    c.require(
+        sigmoid or not twice,
+        "`allow_neg_eigval` is True and `use_beta_sigmoid_in_kernel` False, expected both: it "
+        "doubles the sigmoid of `beta`. Pass the rate itself, up to 2, without it.",
+    )
+
+
 def lower_bound(c: Checker, given: float | None) -> None:
     c.require(
         given is None or given < 0,

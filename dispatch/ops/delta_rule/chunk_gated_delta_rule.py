@@ -24,7 +24,8 @@ from .growth import note_growth
 SCHEMA = (
     "npu_chunk_gated_delta_rule(Tensor query, Tensor key, Tensor value, *,"
     " Tensor? beta=None, Tensor? initial_state=None, Tensor? actual_seq_lengths=None,"
-    " float? scale=None, Tensor? g=None) -> (Tensor, Tensor)"
+    " float? scale=None, Tensor? g=None, bool use_beta_sigmoid_in_kernel=False,"
+    " bool allow_neg_eigval=False) -> (Tensor, Tensor)"
 )
 GE = "ChunkGatedDeltaRule"
 ONNX = "ChunkGatedDeltaRule"
@@ -39,6 +40,8 @@ class Arguments(TypedDict):
     actual_seq_lengths: Tensor | None
     scale: float | None
     g: Tensor | None
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
 
 
 def check(**x: Unpack[Arguments]) -> None:
@@ -63,6 +66,12 @@ def inputs(c: Checker, x: Arguments) -> None:
         if gate is not None:
             c.floating(name, gate)
             c.shape(name, gate, "T Nv")
+    sigmoid = x["use_beta_sigmoid_in_kernel"]
+    c.require(
+        beta is not None or not sigmoid,
+        "`use_beta_sigmoid_in_kernel` is True and `beta` None, expected [T, Nv].",
+    )
+    delta_rules.rate(c, sigmoid, x["allow_neg_eigval"])
     c.sizes["B"] = 1
     if actual_seq_lengths is not None:
         c.integer("actual_seq_lengths", actual_seq_lengths)
@@ -78,7 +87,7 @@ def inputs(c: Checker, x: Arguments) -> None:
     if initial_state is not None:
         c.floating("initial_state", initial_state)
         c.shape("initial_state", initial_state, "B Nv Dv Dk")
-    note_growth(c, key, beta, g)
+    note_growth(c, key, beta, x, g)
     c.dense_rows(query=query, key=key, value=value, beta=beta, g=g)
     c.contiguous(initial_state=initial_state, actual_seq_lengths=actual_seq_lengths)
 
@@ -99,11 +108,12 @@ def fake(
 
 _SAVED = ("query", "key", "value", "beta", "initial_state", "actual_seq_lengths", "g")
 _LEARNED = ("query", "key", "value", "beta", "initial_state", "g")
+_KEPT = ("scale", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
 
 
 def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*(x[name] for name in _SAVED))
-    ctx.scale = x["scale"]
+    ctx.options = {name: x[name] for name in _KEPT}
     ctx.set_materialize_grads(False)
 
 
@@ -116,7 +126,7 @@ def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> di
         # an expanded gradient (of out.sum(), say) has no dense rows
         d_out=(torch.zeros_like(value) if grad_out is None else grad_out).contiguous(),
         d_final_state=None if grad_state is None else grad_state.contiguous(),
-        scale=ctx.scale,
         **x,
+        **ctx.options,
     )
     return {name: d for name, d in zip(_LEARNED, grads, strict=True) if x[name] is not None}

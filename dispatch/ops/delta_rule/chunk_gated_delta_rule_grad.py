@@ -20,7 +20,8 @@ from .chunk_gated_delta_rule import inputs
 SCHEMA = (
     "npu_chunk_gated_delta_rule_grad(Tensor query, Tensor key, Tensor value, Tensor d_out, *,"
     " Tensor? d_final_state=None, Tensor? beta=None, Tensor? initial_state=None,"
-    " Tensor? actual_seq_lengths=None, float? scale=None, Tensor? g=None)"
+    " Tensor? actual_seq_lengths=None, float? scale=None, Tensor? g=None,"
+    " bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 FUNCTION = "backward"

@@ -23,7 +23,8 @@ from .growth import note_growth
 OPTIONS = (
     " float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None,"
     " bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, Tensor? A_log=None,"
-    ' Tensor? dt_bias=None, float? lower_bound=None, str state_layout="kv"'
+    ' Tensor? dt_bias=None, float? lower_bound=None, str state_layout="kv",'
+    " bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False"
 )
 SCHEMA = (
     f"npu_chunk_kda(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, *,{OPTIONS})"
@@ -47,6 +48,8 @@ class Arguments(TypedDict):
     dt_bias: Tensor | None
     lower_bound: float | None
     state_layout: str
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
 
 
 def check(**x: Unpack[Arguments]) -> None:
@@ -74,6 +77,7 @@ def inputs(c: Checker, x: Arguments) -> None:
     c.shape("g", g, "B T HV K")
     c.floating("beta", beta)
     c.shape("beta", beta, "B T HV")
+    delta_rules.rate(c, x["use_beta_sigmoid_in_kernel"], x["allow_neg_eigval"])
     _check_gate(c, x["use_gate_in_kernel"], A_log, dt_bias, x["lower_bound"])
     c.sizes["N"] = c.sizes["B"]
     if cu_seqlens is not None:
@@ -82,7 +86,7 @@ def inputs(c: Checker, x: Arguments) -> None:
         c.floating("initial_state", initial_state)
         c.shape("initial_state", initial_state, STATES[x["state_layout"]])
     if not x["use_qk_l2norm_in_kernel"]:
-        note_growth(c, k, beta, None if x["use_gate_in_kernel"] else g)
+        note_growth(c, k, beta, x, None if x["use_gate_in_kernel"] else g)
     c.dense_rows(q=q, k=k, v=v, g=g, beta=beta)
     c.contiguous(initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias)
 
@@ -142,6 +146,8 @@ _KEPT = (
     "use_gate_in_kernel",
     "lower_bound",
     "state_layout",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
 )
 
 

@@ -4,19 +4,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 from ...check import Checker
 from ...values import known
 
 
-def note_growth(c: Checker, key: Tensor, beta: Tensor | None, g: Tensor | None) -> None:
+def note_growth(
+    c: Checker, key: Tensor, beta: Tensor | None, x: Mapping[str, Any], g: Tensor | None
+) -> None:
     """Where values are known: what makes states grow until they are not finite.  A token turns a
     state by I - beta k k^T, of which one eigenvalue is 1 - beta |k|^2."""
     if not known(key) or not key.numel():
         return
     squares = key.float().square().sum(-1)
     if beta is not None:
+        if x["use_beta_sigmoid_in_kernel"]:
+            beta = beta.float().sigmoid() * (2 if x["allow_neg_eigval"] else 1)
         squares = squares.repeat_interleave(beta.shape[-1] // squares.shape[-1], -1) * beta
     most = float(squares.max())
     if most > 2:

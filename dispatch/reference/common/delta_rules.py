@@ -36,6 +36,12 @@ def rate(beta: Tensor, sigmoid: bool, twice: bool) -> Tensor:
     return torch.sigmoid(beta) * (2 if twice else 1)
 
 
+def of_rate(beta: Tensor, twice: bool) -> Tensor:
+    """The derivative of `rate` with the sigmoid."""
+    share = torch.sigmoid(beta)
+    return share * (1 - share) * (2 if twice else 1)
+
+
 def by_channel(g: Tensor) -> Tensor:
     """The decay's logarithm [T, HV, K or 1]."""
     return g if g.ndim == 3 else g[..., None]

@@ -12,12 +12,13 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...ops.delta_rule.chunk_gated_delta_rule import Arguments
-from ..common.delta_rules import by_channel, sequences, some_sequences, step
+from ..common.delta_rules import by_channel, rate, sequences, some_sequences, step
 from ..common.precision import accumulator
 
 
 def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     key, value, scale = a["key"], a["value"], a["scale"]
+    sigmoid = a["use_beta_sigmoid_in_kernel"]
     tokens, heads, key_size = key.shape
     value_heads, value_size = value.shape[1:]
     kind = accumulator(a["query"])
@@ -45,8 +46,12 @@ def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
                 if a["g"] is None
                 else by_channel(a["g"])[token].to(kind).exp()
             )
-            rate = torch.ones_like(q[..., 0]) if a["beta"] is None else a["beta"][token].to(kind)
-            after, o = step(state[on], q * scale, k, value[token].to(kind), decay, rate)
+            beta = (
+                torch.ones_like(q[..., 0])
+                if a["beta"] is None
+                else rate(a["beta"][token].to(kind), sigmoid, a["allow_neg_eigval"])
+            )
+            after, o = step(state[on], q * scale, k, value[token].to(kind), decay, beta)
             out[token] = o.to(out.dtype)
             state = state.index_copy(0, on.nonzero()[:, 0], after)
         final[some] = state.mT.to(final.dtype)

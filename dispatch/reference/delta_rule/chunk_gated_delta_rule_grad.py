@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...ops.delta_rule.chunk_gated_delta_rule_grad import Arguments
-from ..common.delta_rules import by_channel, sequences, some_sequences, step
+from ..common.delta_rules import by_channel, of_rate, rate, sequences, some_sequences, step
 from ..common.precision import accumulator
 
 SEGMENT = 64
@@ -35,6 +35,7 @@ def _with(states: Tensor, some: Tensor | slice, new: Tensor) -> Tensor:
 def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     query, key, value, beta = a["query"], a["key"], a["value"], a["beta"]
     initial_state, scale, g = a["initial_state"], a["scale"], a["g"]
+    sigmoid, twice = a["use_beta_sigmoid_in_kernel"], a["allow_neg_eigval"]
     tokens, heads, key_size = key.shape
     value_heads, value_size = value.shape[1:]
     kind, device = accumulator(query), key.device
@@ -60,11 +61,15 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     def token_of(
         token: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v, decay, rate."""
+        """q, k, v, decay, rate of change."""
         q, k = by_value_head(query[token]), by_value_head(key[token])
         decay = torch.ones_like(q[..., :1]) if g is None else by_channel(g)[token].to(kind).exp()
-        rate = torch.ones_like(q[..., 0]) if beta is None else beta[token].to(kind)
-        return q * scale, k, value[token].to(kind), decay, rate
+        change = (
+            torch.ones_like(q[..., 0])
+            if beta is None
+            else rate(beta[token].to(kind), sigmoid, twice)
+        )
+        return q * scale, k, value[token].to(kind), decay, change
 
     size = value_heads * key_size * value_size
     longest = int(lengths.max()) if len(lengths) else 0
@@ -98,23 +103,26 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
                 t = begin + len(states) - 1
                 on = alive(t)
                 token = (starts[some] + t)[on]
-                q, k, v, decay, rate = token_of(token)
+                q, k, v, decay, change = token_of(token)
                 do = a["d_out"][token].to(kind)
                 old = old[on] * decay[..., None]
                 # sums of products, not products of matrices: torch adds by halves, a BLAS in turn
                 x = v - (k[..., None] * old).sum(-2)
                 e = torch.addcmul(grad[on], q[..., None], do[..., None, :])
                 du = (k[..., None] * e).sum(-2)
-                dv = du * rate[..., None]
+                dv = du * change[..., None]
                 dq = scale * (new[on] * do[..., None, :]).sum(-1)
-                u = x * rate[..., None]
+                u = x * change[..., None]
                 dk = (e * u[..., None, :] - old * dv[..., None, :]).sum(-1)
                 e.addcmul_(k[..., None], dv[..., None, :], value=-1)
                 for out, each in ((d_query, dq), (d_key, dk)):
                     out[token] = each.unflatten(1, (heads, -1)).sum(2).to(out.dtype)
                 d_value[token] = dv.to(value.dtype)
                 if beta is not None:
-                    d_beta[token] = (du * x).sum(-1).to(beta.dtype)
+                    of_change = (du * x).sum(-1)
+                    if sigmoid:
+                        of_change = of_change * of_rate(beta[token].to(kind), twice)
+                    d_beta[token] = of_change.to(beta.dtype)
                 if g is not None:
                     by_key = old.mul_(e).sum(-1)
                     d_g[token] = (by_key if g.ndim == 3 else by_key.sum(-1)).to(g.dtype)

@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...ops.delta_rule.chunk_kda import Arguments
+from ..common.delta_rules import rate
 from ..common.precision import accumulator
 from . import chunk_gated_delta_rule as rule
 from .fused_sigmoid_gating_delta_rule_update import softplus
@@ -40,6 +41,7 @@ def tokens(a: Arguments) -> Tokens:
     q, k = (x.to(kind) for x in (q, k))
     if a["use_qk_l2norm_in_kernel"]:
         q, k = (normal(x)[0] for x in (q, k))
+    beta = rate(beta.to(kind), a["use_beta_sigmoid_in_kernel"], a["allow_neg_eigval"])
     g = g.to(kind)
     if a["use_gate_in_kernel"]:
         g = gate(g, a["A_log"], a["dt_bias"], a["lower_bound"])[0]
@@ -64,12 +66,12 @@ def gate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the decay's logarithm, its derivatives by g and by A_log) of g [B, T, HV, K]."""
     x = g if dt_bias is None else g + dt_bias.reshape(g.shape[2:]).to(g.dtype)
-    rate = x.new_ones(()) if A_log is None else A_log.to(g.dtype).exp()[:, None]
+    speed = x.new_ones(()) if A_log is None else A_log.to(g.dtype).exp()[:, None]
     if lower_bound is None:
-        decay = -rate * softplus(x, 1.0, 20.0)
-        return decay, -rate * torch.sigmoid(x), decay
-    share = torch.sigmoid(rate * x)
-    slope = lower_bound * share * (1 - share) * rate
+        decay = -speed * softplus(x, 1.0, 20.0)
+        return decay, -speed * torch.sigmoid(x), decay
+    share = torch.sigmoid(speed * x)
+    slope = lower_bound * share * (1 - share) * speed
     return lower_bound * share, slope, slope * x
 
 
@@ -87,6 +89,8 @@ def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         actual_seq_lengths=x.lengths,
         scale=a["scale"],
         g=x.g,
+        use_beta_sigmoid_in_kernel=False,
+        allow_neg_eigval=False,
     )
     out = torch.zeros_like(a["v"], memory_format=torch.contiguous_format)
     out.flatten(0, 1)[x.first :] = some

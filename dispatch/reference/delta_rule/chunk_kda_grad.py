@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...ops.delta_rule.chunk_kda_grad import Arguments
+from ..common.delta_rules import of_rate
 from ..common.precision import accumulator
 from . import chunk_gated_delta_rule_grad as rule
 from .chunk_kda import gate, normal, tokens
@@ -40,6 +41,8 @@ def backward(
         actual_seq_lengths=x.lengths,
         scale=a["scale"],
         g=x.g,
+        use_beta_sigmoid_in_kernel=False,
+        allow_neg_eigval=False,
     )
 
     def whole(like: Tensor, part: Tensor) -> Tensor:
@@ -50,6 +53,11 @@ def backward(
     d_q, d_k, d_v, d_beta, d_g = (
         whole(y, d) for y, d in zip((q, k, v, beta, g), (*some[:4], some[5]), strict=True)
     )
+    if a["use_beta_sigmoid_in_kernel"]:
+        # tokens of no sequence may hold anything
+        d_beta = torch.where(
+            owned[..., None], d_beta * of_rate(beta.to(kind), a["allow_neg_eigval"]), 0
+        )
     if a["use_qk_l2norm_in_kernel"]:
         d_q, d_k = (_of_normal(y.to(kind), d) for y, d in ((q, d_q), (k, d_k)))
     d_A, d_bias = q.new_zeros(0), q.new_zeros(0)

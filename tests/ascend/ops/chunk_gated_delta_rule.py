@@ -15,6 +15,8 @@ from ..controls import Control
 
 KERNEL = "chunk_gated_delta_rule"
 OP = f"npu_{KERNEL}"
+TO_1 = dict(use_beta_sigmoid_in_kernel=True)
+TO_2 = dict(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
 
 
 def judge(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:
@@ -54,7 +56,8 @@ def call(
         arguments = dict(query=query, key=key, value=x.normal(t, hv, v))
         if gates:
             arguments["beta"] = x.normal(t, hv)
-            arguments["beta"].sigmoid_()
+            if not options.get("use_beta_sigmoid_in_kernel"):
+                arguments["beta"].sigmoid_()
             arguments["g"] = x.normal(t, hv, dtype=torch.float32)
             arguments["g"].abs_().mul_(-fading)
         if state is not None:
@@ -91,6 +94,8 @@ CASES = (
         judge=judge,
     ),
     Case(OP, "lengths beyond the tokens", beyond, judge=judge),
+    Case(OP, "rates to 1, packed", call([66, 3], (1, 2), (16, 32), 2, **TO_1), judge=judge),
+    Case(OP, "rates to 2", call([66], (1, 1), (16, 16), **TO_2), judge=judge),
     Case(OP, "256 x 48, scale given", call([66], (1, 1), (256, 48), scale=0.5), judge=judge),
     Case(
         OP,
@@ -102,6 +107,13 @@ CASES = (
     Case(OP, "64 tokens a round", in_rounds(1, call([70, 3], (2, 4), (16, 32))), judge=judge),
 )
 CONTROLS = (
+    Control(
+        "rates to 2 end at 1",
+        "rates",
+        "(BETA - 1.0) / (1.0 + tl.exp(-rate))",
+        "1.0 / (1.0 + tl.exp(-rate))",
+        "rates to 2",
+    ),
     Control(
         "a length that wraps",
         "lengths",

@@ -86,6 +86,12 @@ CASES = tuple(
         ),
         ("48 x 16, 20 heads, scale given", call([66], (4, 20), (48, 16), scale=0.5), torch.float16),
         ("256 x 256", call([66], (1, 1), (256, 256)), torch.bfloat16),
+        (
+            "rates to 1, packed",
+            call([66, 3], (1, 2), (16, 32), behind=2, **forward.TO_1),
+            torch.bfloat16,
+        ),
+        ("rates to 2", call([66], (1, 1), (16, 16), **forward.TO_2), torch.float16),
         ("decay to nothing", strong_decay, torch.float16),
         ("lengths beyond the tensors, strided d_out", beyond, torch.bfloat16),
         # 0.8 MB a head of two, 0.4 MB of one
@@ -100,6 +106,13 @@ CASES = tuple(
     )
 )
 CONTROLS = (
+    Control(
+        "the sigmoid's slope forgotten",
+        "rates",
+        "grad * rate * (1.0 - rate / (BETA - 1.0))",
+        "grad * 1.0",
+        "rates to 1, packed",
+    ),
     Control(
         "a token sees itself in the triangle's gradient",
         KERNEL,

@@ -17,6 +17,8 @@ from .chunk_gated_delta_rule import judge
 KERNEL = "chunk_kda"
 OP = f"npu_{KERNEL}"
 GIVEN, SOFTPLUS, BOUNDED = "given", "softplus", "bounded"
+TO_1 = dict(use_beta_sigmoid_in_kernel=True)
+TO_2 = dict(use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
 
 
 def call(
@@ -50,7 +52,8 @@ def call(
         if not norm:
             q.copy_(torch.nn.functional.normalize(q.float(), dim=-1))
         arguments = dict(q=q, k=key, v=x.normal(b, t, hv, v), beta=x.normal(b, t, hv))
-        arguments["beta"].sigmoid_()
+        if not options.get("use_beta_sigmoid_in_kernel"):
+            arguments["beta"].sigmoid_()
         arguments |= dict(use_qk_l2norm_in_kernel=norm, state_layout=layout)
         if gate == GIVEN:
             arguments["g"] = x.normal(b, t, hv, k, dtype=torch.float32)
@@ -138,6 +141,8 @@ CASES = (
     ),
     Case(OP, "keys alike, given", call([80], (1, 1), gate=GIVEN, alike=True), judge=judge),
     Case(OP, "extremes", extremes, judge=judge),
+    Case(OP, "rates to 1, packed", call([66, 3], (1, 2), (16, 32), behind=2, **TO_1), judge=judge),
+    Case(OP, "rates to 2", call([66], (1, 1), (16, 16), packed=False, **TO_2), judge=judge),
     Case(
         OP,
         "a batch, fp16, value size 96, bf16 state",
@@ -170,6 +175,13 @@ CASES = (
     ),
 )
 CONTROLS = (
+    Control(
+        "rates to 2 end at 1",
+        "rates",
+        "(BETA - 1.0) / (1.0 + tl.exp(-rate))",
+        "1.0 / (1.0 + tl.exp(-rate))",
+        "rates to 2",
+    ),
     Control(
         "an exponent above 0",
         KERNEL,

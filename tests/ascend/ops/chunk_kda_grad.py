@@ -79,6 +79,16 @@ CASES = tuple(
             torch.bfloat16,
         ),
         ("keys alike, given", call([80], (1, 1), gate=forward.GIVEN, alike=True), torch.bfloat16),
+        (
+            "rates to 1, packed",
+            call([66, 3], (1, 2), (16, 32), behind=2, **forward.TO_1),
+            torch.bfloat16,
+        ),
+        (
+            "rates to 2",
+            call([66], (1, 1), (16, 16), packed=False, **forward.TO_2),
+            torch.float16,
+        ),
         ("extremes", graded(forward.extremes), torch.bfloat16),
         ("beyond the tokens", graded(forward.beyond), torch.bfloat16),
         ("fp16, no norm", call([70], norm=False, packed=False), torch.float16),
@@ -108,6 +118,13 @@ CASES = tuple(
     )
 )
 CONTROLS = (
+    Control(
+        "the sigmoid's slope forgotten",
+        "rates",
+        "grad * rate * (1.0 - rate / (BETA - 1.0))",
+        "grad * 1.0",
+        "rates to 1, packed",
+    ),
     Control(
         "the decay between chunks forgotten",
         KERNEL,

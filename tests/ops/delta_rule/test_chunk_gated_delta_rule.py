@@ -38,6 +38,8 @@ CASES = [
     Sequences((70,), Dk=64, Dv=64, state=None, fading=0.1, without=("beta", "actual_seq_lengths")),
     Sequences((3, 65), N=1, Nv=2, Dk=64, Dv=128, behind=2, gates=False),
     Sequences((40,), without=("beta", "actual_seq_lengths")),
+    Sequences((70, 3), N=1, Nv=2, Dk=16, Dv=16, behind=2, rates=1),
+    Sequences((66,), N=1, Nv=1, Dk=64, Dv=64, fading=0.1, rates=2),
 ]
 
 
@@ -73,7 +75,7 @@ def in_dtype(x: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
             names = ("query", "key", "value", "beta", "g")
             token = {m: None if x[m] is None else x[m][t : t + 1] for m in names}
             out, state = reference.forward(
-                **token, initial_state=state, actual_seq_lengths=None, scale=x["scale"]
+                **x | token | dict(initial_state=state, actual_seq_lengths=None)
             )
             outs.append(out)
         start += length

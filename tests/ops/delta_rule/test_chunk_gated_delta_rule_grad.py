@@ -17,7 +17,7 @@ import custom
 
 from ...support import trained
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
-from ...support.delta_rule import ODD_LENGTHS, Sequences
+from ...support.delta_rule import ODD_LENGTHS, Sequences, made
 
 FORWARD, OP = "npu_chunk_gated_delta_rule", "npu_chunk_gated_delta_rule_grad"
 LEAVES = ("query", "key", "value", "beta", "initial_state", "g")
@@ -47,7 +47,7 @@ def recurrence(x: dict[str, Any], stored: torch.dtype) -> tuple[Tensor, Tensor]:
                 S = S * x["g"][t, :, None, None].to(wide).exp()
             error = value[t].to(wide) - (S * k[t, :, None]).sum(-1)
             if x["beta"] is not None:
-                error = error * x["beta"][t, :, None].to(wide)
+                error = error * made(x, x["beta"][t, :, None].to(wide))
             S = S + error[:, :, None] * k[t, :, None]
             outs.append(((S * q[t, :, None]).sum(-1) * scale).to(value.dtype))
             state = S.to(stored)
@@ -85,6 +85,8 @@ CASES = [
     Sequences((), N=1, Nv=1, Dk=64, Dv=64, behind=3),
     Sequences((), state=None),
     Sequences((70,), N=1, Nv=2, Dk=16, Dv=16, without=("actual_seq_lengths",)),
+    Sequences((70, 3), N=1, Nv=2, Dk=16, Dv=16, behind=2, rates=1),
+    Sequences((66,), N=1, Nv=1, Dk=64, Dv=64, fading=0.1, rates=2),
 ]
 
 

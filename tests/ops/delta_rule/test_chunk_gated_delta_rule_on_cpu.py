@@ -30,6 +30,8 @@ CASES = {
     "three": (Sequences((64, 0, 70), N=1, Nv=1, Dk=128, Dv=128, behind=5), True),
     "two of one": (Sequences((1, 65), N=2, Nv=2, Dk=128, Dv=64, state=None, behind=70), True),
     "no gates": (Sequences((70,), N=1, Nv=1, Dk=64, Dv=128, state=None, gates=False), False),
+    "to 1": (Sequences((65, 3), N=1, Nv=2, Dk=64, Dv=64, behind=2, rates=1), True),
+    "to 2": (Sequences((70,), N=1, Nv=1, Dk=64, Dv=64, fading=0.1, rates=2), False),
     "alike": (Sequences((129,), N=1, Nv=3, Dk=64, Dv=64, fading=0.1, alike=True), False),
 }
 

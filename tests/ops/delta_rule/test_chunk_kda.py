@@ -41,6 +41,8 @@ CASES = [
     Case((), state=None, gate=GIVEN),
     Case((), packed=False, state=None),
     Case((0, 0), packed=False),
+    Case((70, 3), H=1, gate=BOUNDED, fading=0.1, behind=2, rates=1),
+    Case((66,), packed=False, H=1, K=16, V=16, rates=2),
 ]
 
 
@@ -122,15 +124,18 @@ def scalar_loop(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
                     g = given["g"][b][t][hv][c]
                     if x["use_gate_in_kernel"]:
                         y = g + given["dt_bias"][hv][c] if "dt_bias" in given else g
-                        rate = math.exp(given["A_log"][hv]) if "A_log" in given else 1.0
+                        speed = math.exp(given["A_log"][hv]) if "A_log" in given else 1.0
                         if x["lower_bound"] is None:
-                            g = -rate * math.log1p(math.exp(y))
+                            g = -speed * math.log1p(math.exp(y))
                         else:
-                            g = x["lower_bound"] / (1 + math.exp(-rate * y))
+                            g = x["lower_bound"] / (1 + math.exp(-speed * y))
                     S[c] = [e * math.exp(g) for e in S[c]]
+                rate = given["beta"][b][t][hv]
+                if x["use_beta_sigmoid_in_kernel"]:
+                    rate = (1 + x["allow_neg_eigval"]) / (1 + math.exp(-rate))
                 for e in range(V):
                     seen = sum(k[c] * S[c][e] for c in range(K))
-                    u = given["beta"][b][t][hv] * (given["v"][b][t][hv][e] - seen)
+                    u = rate * (given["v"][b][t][hv][e] - seen)
                     for c in range(K):
                         S[c][e] += k[c] * u
                 outs[b][t][hv] = [sum(q[c] * S[c][e] for c in range(K)) * scale for e in range(V)]
@@ -147,7 +152,8 @@ def scalar_loop(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
     [
         Case((5, 5), packed=False, H=2, HV=4),
         Case((3, 0, 1, 6), H=1, HV=2, before=2, behind=1),
-        Case((4, 2), H=1, HV=3, state=None, bias=False, scale=0.7),
+        Case((4, 2), H=1, HV=3, state=None, bias=False, scale=0.7, rates=1),
+        Case((2, 3), H=1, rates=2),
     ],
     ids=str,
 )
@@ -284,6 +290,7 @@ def test_prompt_then_decode(gate, layout, device, backend):
         (dict(use_gate_in_kernel=False), ValueError, "`A_log` is given, .*use_gate_in_kernel"),
         (dict(A_log=None), ValueError, "`A_log` is None, .*`lower_bound`"),
         (dict(lower_bound=0.5), ValueError, "`lower_bound` is 0.5, expected a negative"),
+        (dict(allow_neg_eigval=True), ValueError, "`allow_neg_eigval` is True and `use_beta_sig"),
         (dict(dt_bias=torch.zeros(3)), ValueError, r"`dt_bias` .* HV\*K=64"),
         (dict(state_layout="v"), ValueError, "`state_layout` is 'v'"),
     ],

@@ -17,6 +17,7 @@ import custom
 
 from ...support import trained
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
+from ...support.delta_rule import made
 from ...support.kda import BOUNDED, EXTREMES, GIVEN, ODD_BOUNDS, PLAIN, SOFTPLUS, Case
 
 FORWARD, OP = "npu_chunk_kda", "npu_chunk_kda_grad"
@@ -56,7 +57,7 @@ def recurrence(x: dict[str, Any], stored: torch.dtype) -> tuple[Tensor, Tensor]:
         for t in range(start, end):
             S = state.to(wide) * g[b, t, :, :, None].exp()
             u = v[b, t].to(wide) - (S * k[b, t, :, :, None]).sum(-2)
-            u = u * x["beta"][b, t, :, None].to(wide)
+            u = u * made(x, x["beta"][b, t, :, None].to(wide))
             S = S + k[b, t, :, :, None] * u[:, None]
             outs[b, t] = ((S * q[b, t, :, :, None]).sum(-2) * scale).to(v.dtype)
             state = S.to(stored)
@@ -97,6 +98,8 @@ CASES = [
     Case((0, 0), H=1, K=16, V=16),
     Case((), H=1, HV=1, K=64, V=64, before=1, behind=3),
     Case((), state=None),
+    Case((70, 3), H=1, gate=BOUNDED, K=16, V=16, fading=0.1, behind=2, rates=1),
+    Case((66,), packed=False, H=1, K=16, V=16, rates=2),
 ]
 
 

@@ -70,7 +70,7 @@ def test_under_the_interpreter(file):
             Sequences((9,), Dk=64, Dv=64, state=None, gates=False, without=("actual_seq_lengths",)),
             torch.float16,
         ),
-        (Sequences((9, 70), Dk=128, Dv=64, state=torch.bfloat16), torch.bfloat16),
+        (Sequences((9, 70), Dk=128, Dv=64, state=torch.bfloat16, rates=2), torch.bfloat16),
     ],
     ids=["least", "most"],
 )
