@@ -72,6 +72,7 @@ from .merging import (  # noqa: E402
     shard_positions,
     shard_slots,
 )
+from .pooled import key_pool, npu_key_pool, pool_key_indexer  # noqa: E402
 from .quantised import (  # noqa: E402
     flash_mla_sparse_fp8,
     hadamard,
@@ -124,6 +125,7 @@ __all__ = [
     "fused_sigmoid_gating_delta_rule_update",
     "hadamard",
     "index_cache_views",
+    "key_pool",
     "localize_indices",
     "merge_states",
     "merge_topk",
@@ -147,6 +149,7 @@ __all__ = [
     "npu_hc_pre",
     "npu_index_cache_write",
     "npu_indexer_prolog_pto",
+    "npu_key_pool",
     "npu_kv_quant_sparse_attn_sharedkv",
     "npu_kv_quant_sparse_flash_attention",
     "npu_kv_quant_sparse_flash_attention_lse",
@@ -175,6 +178,7 @@ __all__ = [
     "npu_sparse_flash_attention",
     "npu_sparse_flash_attention_grad",
     "npu_sparse_lightning_indexer_grad_kl_loss",
+    "pool_key_indexer",
     "quantize_index_query",
     "row_views",
     "shard_positions",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Transformers' DeepseekV4 in float64: its source, compiled once more with its casts widened."""
+"""Transformers' DeepseekV4 in float64, and other models: the source, compiled once more with its
+casts widened."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-_NAME = "transformers.models.deepseek_v4.modeling_deepseek_v4"
 SLIDING, CSA, HCA = (
     "sliding_attention",
     "compressed_sparse_attention",
@@ -25,14 +25,15 @@ SLIDING, CSA, HCA = (
 
 
 @cache
-def float64() -> ModuleType:
-    """modeling_deepseek_v4, which casts to float32 whatever it is given, and here to float64."""
-    ours = pytest.importorskip(_NAME)
+def float64(model: str = "deepseek_v4") -> ModuleType:
+    """modeling_<model>, which casts to float32 whatever it is given, and here to float64."""
+    name = f"transformers.models.{model}.modeling_{model}"
+    ours = pytest.importorskip(name)
     from transformers import cache_utils
 
     source = Path(ours.__file__).read_text()
     wide = source.replace(".float()", ".double()").replace("torch.float32", "torch.float64")
-    spec = importlib.util.spec_from_loader(f"{_NAME}_in_float64", loader=None)
+    spec = importlib.util.spec_from_loader(f"{name}_in_float64", loader=None)
     module = importlib.util.module_from_spec(spec)
     module.__package__, module.__file__ = ours.__package__, ours.__file__
     sys.modules[module.__name__] = module
