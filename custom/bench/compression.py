@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """Rows for the compressor at DeepSeek-V4-Pro's sizes: entries of attention (512 channels, windows
-of 4 that overlap, or of 128) and of the indexer (128 channels); no installed peer has it."""
+of 4 that overlap, or of 128) and of the indexer (128 channels), and for GLM-5.3-Flash's pooled
+index keys; no installed peer has it."""
 
 from __future__ import annotations
 
@@ -77,6 +78,44 @@ def decode_case(b: int, d: int, m: int, s: int = 1, h: int = HIDDEN) -> Case:
     )
 
 
+def pool_case(b: int, d: int = 128, m: int = 4, h: int = 4096) -> Case:
+    """Pooled index keys of a step: every request closes a pool."""
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        return dict(
+            norm_weight=None,
+            rope_head_dim=0,
+            cmp_ratio=m,
+            wkv=draw.normal(d, h, std=h**-0.5),
+            wgate=draw.normal(d, h, std=h**-0.5),
+            ape=draw.normal(m, d, dtype=torch.float32),
+            ln_weight=1 + draw.normal(d, dtype=torch.float32, std=0.1),
+            ln_bias=draw.normal(d, dtype=torch.float32, std=0.1),
+            x=draw.normal(b, 1, h),
+            state_cache=draw.normal(b, m, 2 * d, dtype=torch.float32),
+            rope_sin=None,
+            rope_cos=None,
+            state_block_table=draw.table(b, 1),
+            start_pos=draw.full(b, value=4 * m - 1),
+            cache_mode=2,
+            cmp_cache=draw.normal(b, 64, 1, d),
+            cmp_block_table=draw.table(b, 1),
+            return_cmp_kv=False,
+        )
+
+    state = FP32 * b * m * 2 * d  # m - 1 read, one written
+    return Case(
+        "npu_compressor",
+        f"{b} x 1 tokens, {d} channels, pools of {m}",
+        make,
+        _whole,
+        bytes=float(BF16 * 2 * d * h + state + BF16 * b * (h + d)),
+        flops=4.0 * b * h * d,
+        shape=dict(b=b, s=1, d=d, m=m),
+    )
+
+
 def dense_case(t: int, d: int, m: int, h: int = HIDDEN) -> Case:
     coff = _coff(m)
 
@@ -119,7 +158,8 @@ def _decode(small: bool) -> list[Case]:
     if small:
         return [decode_case(2, 32, 4, 1, 64), decode_case(2, 32, 8, 1, 64)]
     of = [(d, m, b) for d, m in ((512, 4), (128, 4), (512, 128)) for b in (1, 32, 128)]
-    return [decode_case(b, d, m) for d, m, b in of]
+    pools = [pool_case(b) for b in (1, 32, 128)]
+    return [decode_case(b, d, m) for d, m, b in of] + pools
 
 
 def _dense(small: bool) -> list[Case]:
