@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import torch
+from custom.dispatch.common.quantised import row_bytes
 from torch import Tensor
 
 import custom
@@ -46,15 +47,16 @@ class Caches:
         def new(*size: int) -> Tensor:
             return torch.randn(*size, generator=draw).to(call.dtype).to(device)
 
-        latent, rope, key = new(total, 512), new(total, 64), new(total, 128)
+        rotary = call.sin.shape[-1]
+        latent, rope, key = new(total, 512), new(total, rotary), new(total, 128)
         if kv == "none":
-            self.latents = latent.view(8, P, 1, 512), rope.view(8, P, 1, 64)
+            self.latents = latent.view(8, P, 1, 512), rope.view(8, P, 1, rotary)
         else:
             dtype = torch.int8 if kv == "int8" else torch.uint8
-            rows = torch.zeros(8, P, 1, 656, dtype=dtype, device=device)
-            custom.npu_latent_cache_write(
-                latent, rope, rows, slots, kind=kv, row_layout="nope_scale_rope"
-            )
+            size = row_bytes(rotary)
+            rows = torch.zeros(8, P, 1, size, dtype=dtype, device=device)
+            form = dict(kind=kv, row_layout="nope_scale_rope", rope_head_dim=rotary)
+            custom.npu_latent_cache_write(latent, rope, rows, slots, **form)
             self.latents = rows, torch.zeros(0, dtype=call.dtype, device=device)
         self.scales = None
         if index == "none":

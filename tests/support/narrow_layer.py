@@ -121,8 +121,9 @@ class Call:
         """An empty cache of rows, and the words for it."""
         dtype = torch.uint8 if uint8 else layouts.VALUES[kind]
         number = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[kind] if uint8 else None
+        width = layouts.row_bytes(self.sin.shape[-1])
         return dict(
-            kv_cache=torch.zeros(4, P, 1, 656, dtype=dtype, device=self.device),
+            kv_cache=torch.zeros(4, P, 1, width, dtype=dtype, device=self.device),
             kr_cache=torch.zeros(0, dtype=self.dtype, device=self.device),
             kv_cache_quant_mode=3,
             ckvkr_repo_mode=1,

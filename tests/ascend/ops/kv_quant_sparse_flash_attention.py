@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from custom.dispatch.common import quantised
 from custom.dispatch.reference.caches import latent_cache_write
+from torch import Tensor
 
 from .. import memory
 from ..case import Arguments, Case, Finding, Inputs, in_rounds
 from ..conditions import far_apart
 from ..controls import Control
+from .sparse_flash_attention import pools_and_tails
 
 
 def rows_of(
@@ -28,6 +30,8 @@ def rows_of(
     sinks: bool = False,
     between: int = 0,
     exact: bool = False,
+    rotary: int = quantised.ROTARY,
+    chosen_by: Callable[[Arguments], Tensor] | None = None,
     **options: Any,
 ) -> Callable[[Inputs], Arguments]:
     """Pages in random order, unused ones forbidden; absent and unseen indices among the others.
@@ -38,19 +42,21 @@ def rows_of(
         total = sum(used) + 2
         order = x.permutation(total).tolist()
         table = torch.full((len(lengths), max(used) + 1), -1)
-        cache = memory.guarded(torch.zeros(total, page + between, 1, 656, dtype=torch.int8))
+        width = quantised.row_bytes(rotary)
+        cache = memory.guarded(torch.zeros(total, page + between, 1, width, dtype=torch.int8))
         cache = cache[:, :page]
         for i, pages in enumerate(used):
             table[i, :pages] = torch.tensor([order.pop() for _ in range(pages)])
         latent_cache_write.forward(
             ckv=x.normal(total * page, 512),
-            k_rope=x.normal(total * page, 64),
+            k_rope=x.normal(total * page, rotary),
             rows=cache,
             slots=torch.arange(total * page),
             kind="int8",
             row_layout=row_layout,
             scale_format="ue8m0",
             k_nope_clip_alpha=None,
+            rope_head_dim=rotary,
         )
         if exact:
             scale = quantised.row_parts(cache, row_layout, torch.int8, torch.bfloat16)[2]
@@ -64,9 +70,9 @@ def rows_of(
                 some = x.permutation(n + 3)[: count - 1]
                 chosen[i, j, 0, : len(some)] = some
         chosen[..., 3] = -1
-        return (
+        given = (
             dict(
-                query=x.normal(len(lengths), s1, heads, 576),
+                query=x.normal(len(lengths), s1, heads, 512 + rotary),
                 key=cache,
                 value=cache,
                 sparse_indices=x.ints(chosen),
@@ -79,9 +85,13 @@ def rows_of(
                 attention_mode=2,
                 sinks=memory.guarded(torch.randn(heads, generator=x.random)) if sinks else None,
                 row_layout=row_layout,
+                rope_head_dim=rotary,
             )
             | options
         )
+        if chosen_by is not None:
+            chosen_by(given)
+        return given
 
     return make
 
@@ -122,9 +132,34 @@ CASES = (
         rows_of([70, 0], heads=32, count=100, exact=True),
         statistics=True,
     ),
+    quant(
+        "GLM-5.3-Flash, 64 heads, 512 pools, no rotary keys",
+        rows_of(
+            [2102, 65],
+            heads=64,
+            count=513,
+            page=128,
+            rotary=0,
+            chosen_by=pools_and_tails,
+            sparse_block_size=4,
+            scale_value=256**-0.5,
+        ),
+        cores=(24,),
+    ),
+    *(
+        quant(f"{n} heads, no rotary keys", rows_of([40, 3], 2, n, count=20, rotary=0))
+        for n in (12, 20, 96)
+    ),
     quant("pages far apart, 5 heads", far_apart(rows_of([70, 40], heads=5), "key", "value")),
 )
 CONTROLS = (
+    Control(
+        "rotary keys where there are none",
+        OP[4:],
+        "ROTARY=rope_head_dim",
+        "ROTARY=quantised.ROTARY",
+        "12 heads, no rotary keys",
+    ),
     Control(
         "the scales forgotten",
         COPIES,

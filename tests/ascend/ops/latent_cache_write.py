@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from custom.dispatch.common import quantised
 
 from .. import memory
 from ..case import Arguments, Case, Inputs
@@ -15,7 +16,12 @@ from ..controls import Control
 
 
 def latents(
-    tokens: int, row_layout: str, page: int = 16, between: int = 0, alpha: float | None = None
+    tokens: int,
+    row_layout: str,
+    page: int = 16,
+    between: int = 0,
+    alpha: float | None = None,
+    rotary: int = quantised.ROTARY,
 ) -> Callable[[Inputs], Arguments]:
     def make(x: Inputs) -> Arguments:
         ckv = x.normal(tokens, 512)
@@ -23,15 +29,17 @@ def latents(
         slots = x.permutation(3 * page)[:tokens]
         slots[slots == 0], slots[1] = slots[1].item(), 0
         slots[::4] = torch.tensor([-1, 3 * page, 2**31 - 1])[torch.arange(len(slots[::4])) % 3]
-        rows = torch.full((3, page + between, 1, 656), 77, dtype=torch.int8)
+        width = quantised.row_bytes(rotary)
+        rows = torch.full((3, page + between, 1, width), 77, dtype=torch.int8)
         return dict(
             ckv=ckv,
-            k_rope=x.normal(tokens, 64),
+            k_rope=x.normal(tokens, rotary),
             rows=memory.guarded(rows)[:, :page],
             slots=x.ints(slots),
             kind="int8",
             row_layout=row_layout,
             k_nope_clip_alpha=None if alpha is None else memory.guarded(torch.tensor([alpha])),
+            rope_head_dim=rotary,
         )
 
     return make
@@ -53,9 +61,22 @@ CASES = (
         torch.float16,
         widen=not_wider,
     ),
+    Case(
+        OP,
+        "no rotary keys, pages apart",
+        latents(30, "nope_rope_scale", between=1, rotary=0),
+        widen=not_wider,
+    ),
     Case(OP, "pages far apart", far_apart(latents(30, "nope_rope_scale"), "rows"), widen=not_wider),
 )
 CONTROLS = (
+    Control(
+        "rows of another width",
+        "latent_cache_write",
+        "ROW=rows.shape[-1]",
+        "ROW=quantised.ROW",
+        "no rotary keys, pages apart",
+    ),
     Control(
         "a page in 32 bits",
         "latent_cache_write",

@@ -96,7 +96,8 @@ def mla(
             arguments |= dict(token_x=values, dequant_scale_x=scale.view(-1, 1))
         if rows is not None:
             pages = arguments["kv_cache"].shape[0]
-            cache = torch.ones(pages, PAGE + between, 1, quantised.ROW, dtype=torch.int8)
+            width = quantised.row_bytes(arguments["rope_sin"].shape[-1])
+            cache = torch.ones(pages, PAGE + between, 1, width, dtype=torch.int8)
             arguments |= dict(
                 kv_cache=memory.guarded(cache)[:, :PAGE],
                 kr_cache=torch.zeros(0, dtype=inputs.dtype),
@@ -304,7 +305,7 @@ def judge(case: Case, got: Arguments, exact: Arguments, _: Arguments) -> list[Fi
         other = exact[name]
         if not value.numel():
             continue
-        if value.shape[-1] == quantised.ROW:
+        if value.shape[-1] in (quantised.ROW, quantised.NOPE_ROW):
             given = case.make(Inputs(case.dtype, case.seed))
             layout = given.get("row_layout", quantised.NOPE_ROPE_SCALE)
             parts = (quantised.row_parts(x, layout, torch.int8, case.dtype) for x in (value, other))
@@ -312,7 +313,7 @@ def judge(case: Case, got: Arguments, exact: Arguments, _: Arguments) -> list[Fi
                 title = f"{name}, {what}"
                 if one.dtype is torch.int8:
                     found.append(judge_bytes(title, one, two))
-                else:
+                elif one.numel():  # no rotary keys
                     found.append(judge_rounded(title, one, two, case.dtype))
         elif value.dtype is torch.int8:
             found.append(judge_bytes(name, value, other))
@@ -365,6 +366,7 @@ CASES = (
     of_mla("int8, a checkpoint's own, uneven", mla(40, 1, 3, form="linear", hidden=200, rank=120)),
     of_mla("int8, the slot past the last", mla(3, 1, 3, rows=ASCEND, past=0, **UNEVEN)),
     of_mla("int8, no rotary part, 20 heads", mla(9, 2, 20, smooth=True, rotary=0, **UNEVEN)),
+    of_mla("rows of int8 alone, no rotary part", mla(5, 1, 8, 0, rows=FLASH, rotary=0, **UNEVEN)),
     of_mla("int8, two epsilons", mla(3, 1, 3, epsilons=(0.5, 0.1), **UNEVEN)),
     of_indexer("int8, model, 4 tokens", indexer(4, 1, smooth=True), cores=(24,)),
     of_indexer("int8, 2 x 3 tokens, interleaved", indexer(2, 3, interleaved=True, **SMALL)),

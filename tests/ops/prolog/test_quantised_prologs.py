@@ -253,10 +253,12 @@ def test_scales_lie_as_hugging_face_s():
 
 @pytest.mark.parametrize("row_layout", ["nope_rope_scale", "nope_scale_rope"])
 @pytest.mark.parametrize("kind, scale_format", [("fp8", "ue8m0"), ("fp8", "fp32"), ("int8", "")])
-@pytest.mark.parametrize("mode", [0, 2, 4])
-def test_rows_have_the_writer_s_bytes(device, backend, mode, kind, scale_format, row_layout):
+@pytest.mark.parametrize(("mode", "rotary"), [(0, 64), (2, 64), (4, 64), (0, 0), (2, 0)])
+def test_rows_have_the_writer_s_bytes(
+    device, backend, mode, rotary, kind, scale_format, row_layout
+):
     """Of what the prolog itself gives without them."""
-    call, scale_format = Call(device, mode), scale_format or "ue8m0"
+    call, scale_format = Call(device, mode, Dr=rotary), scale_format or "ue8m0"
     alpha = torch.tensor([0.75], device=device) if mode == 2 else None
     plain = call.mla(scale_format=scale_format)
     want_outs = run(MLA, backend, **plain)
@@ -265,13 +267,14 @@ def test_rows_have_the_writer_s_bytes(device, backend, mode, kind, scale_format,
     slots = torch.where(torch.isin(where, call.slots.flatten().to(device)), where, -1)
     custom.npu_latent_cache_write(
         plain["kv_cache"].flatten(0, 2),
-        plain["kr_cache"].flatten(0, 2),
+        plain["kr_cache"].flatten(0, -2),
         want,
         slots,
         kind=kind,
         row_layout=row_layout,
         scale_format=scale_format,
         k_nope_clip_alpha=alpha,
+        rope_head_dim=rotary,
     )
     given = call.mla(
         **call.rows(kind, uint8=mode == 4),
@@ -503,10 +506,15 @@ def test_errors_of_rows():
         (dict(row_layout="rope"), "`row_layout` is 'rope', expected one of"),
         (dict(kv_cache=torch.zeros(4, P, 1, 656).byte()), "`kv_cache` is uint8"),
         (dict(kv_cache=torch.zeros(4, P, 1, 512).char()), "`kv_cache` has shape"),
+        (dict(kv_cache=torch.zeros(4, P, 1, 528).char()), r"`kv_cache` has shape .*656"),
         (dict(kv_cache_dtype=23), "`kv_cache_dtype` is float8_e5m2"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             custom.npu_mla_prolog_pto(**call.mla(**call.rows("int8") | change))
+    for rotary, message in ((0, r"`kv_cache` has shape .*528"), (32, "Dr is 32, expected 64 or 0")):
+        other = Call(CPU, 0, Dr=rotary)
+        with pytest.raises(ValueError, match=message):
+            custom.npu_mla_prolog_pto(**other.mla(**call.rows("int8")))
     short = Call(CPU, 0, R=256)
     with pytest.raises(ValueError, match="R is 256, expected 512"):
         custom.npu_mla_prolog_pto(**short.mla(**short.rows("int8")))

@@ -55,7 +55,8 @@ def by_stages(call: Call, caches: Caches, mode: int, index_mode: int, smooth, ha
         )
     else:
         indices, _ = custom.npu_lightning_indexer(query_index, keys, weights, **of_keys)
-    scale = (call.layer.w_uk.shape[1] + 64) ** -0.5
+    rotary = query_rope.shape[-1]
+    scale = (call.layer.w_uk.shape[1] + rotary) ** -0.5
     of_rows = dict(actual_seq_lengths_kv=lengths, layout_kv="PA_BSND") | paged
     if not rows:
         latents, ropes = caches.latents
@@ -75,6 +76,7 @@ def by_stages(call: Call, caches: Caches, mode: int, index_mode: int, smooth, ha
         2,
         attention_mode=2,
         row_layout="nope_scale_rope",
+        rope_head_dim=rotary,
         key_dtype=kind,
         value_dtype=kind,
         **of_rows,
@@ -83,19 +85,22 @@ def by_stages(call: Call, caches: Caches, mode: int, index_mode: int, smooth, ha
 
 
 @pytest.mark.parametrize(
-    ("mode", "index_mode", "kv", "index", "packed"),
+    ("mode", "index_mode", "kv", "index", "packed", "rotary"),
     [
-        (4, 4, "fp8", "fp8", True),
-        (4, 4, "none", "none", False),
-        (2, 1, "int8", "int8", False),
-        (2, 2, "none", "none", False),
-        (1, 1, "int8", "none", False),
-        (0, 0, "fp8", "fp8", False),
-        (0, 4, "none", "int8", False),
+        (2, 2, "int8", "int8", False, 0),
+        (0, 0, "fp8", "none", False, 0),
+        (4, 4, "fp8", "fp8", True, 64),
+        (4, 4, "none", "none", False, 64),
+        (2, 1, "int8", "int8", False, 64),
+        (2, 2, "none", "none", False, 64),
+        (1, 1, "int8", "none", False, 64),
+        (0, 0, "fp8", "fp8", False, 64),
+        (0, 4, "none", "int8", False, 64),
     ],
 )
-def test_one_call_is_its_stages(device, backend, mode, index_mode, kv, index, packed):
-    call = Call(device, mode, "linear" if mode == 4 else "4-D NZ", index_mode=index_mode)
+def test_one_call_is_its_stages(device, backend, mode, index_mode, kv, index, packed, rotary):
+    form = "linear" if mode == 4 else "4-D NZ"
+    call = Call(device, mode, form, index_mode=index_mode, Dr=rotary)
     call.slots = torch.tensor([[82, 83, 92], [32 + 1, 32 + 2, 32 + 3]], dtype=torch.int32)
     smooth = 0.5 + torch.rand(1, 160, device=device) if mode in (1, 2) else None
     hadamard = index != "none" and mode == 4
