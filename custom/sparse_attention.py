@@ -79,7 +79,8 @@ def npu_sparse_attention_pto(
         w_dkv_kr: [H, R + Dr] latent and rotary key projection, NZ.
         gamma_cq: [Rq] RMSNorm weight of the query latent.
         gamma_ckv: [R] RMSNorm weight of the key latent.
-        sin: [B, S, Dr] sines at the tokens' positions (two equal halves in real models).
+        sin: [B, S, Dr] sines at the tokens' positions (two equal halves in real models). Dr is
+            even; with Dr = 0 nothing rotates, and `kr_cache` holds nothing.
         cos: [B, S, Dr] cosines likewise.
         cache_index: [B, S] int32 or int64, flat slot (page * P + offset) that each token's keys are
             written to; negative or out of range: not written; none twice, or which one remains is
@@ -366,7 +367,7 @@ def npu_mla_prolog_pto(
         weight_dkv_kr: [H, R + Dr], NZ; as `weight_dq`.
         rmsnorm_gamma_cq: [Rq].
         rmsnorm_gamma_ckv: [R].
-        rope_sin: [B, S, Dr].
+        rope_sin: [B, S, Dr], Dr even; 0: nothing rotates.
         rope_cos: [B, S, Dr].
         kv_cache: [pages, P, 1, R], updated in place; with kv_cache_quant_mode 3 rows [pages, P, 1,
             656] int8 or float8_e4m3fn, or uint8 with `kv_cache_dtype`; pages may lie apart.
@@ -475,7 +476,7 @@ def npu_mla_prolog_v3(
 
     Args:
         token_x: [B, S, H] or [T, H]; in modes 2 and 4 also quantised, with `dequant_scale_x`.
-        rope_sin: [B, S, Dr] or [T, Dr].
+        rope_sin: [B, S, Dr] or [T, Dr], Dr even; 0: nothing rotates.
         rope_cos: [B, S, Dr] or [T, Dr].
         cache_index: [B, S] or [T] int32 or int64 flat slots; negative or out of range: not written.
         quant_scale_ckv: None: a scale for the whole cache is refused.
@@ -563,7 +564,7 @@ def npu_indexer_prolog_pto(
         weight_proj: [H, Ni], NZ, in every mode of the dtype of `token_x`.
         ln_gamma_k: [Di].
         ln_beta_k: [Di].
-        rope_sin: [B, S, Dr].
+        rope_sin: [B, S, Dr], Dr even; 0: nothing rotates.
         rope_cos: [B, S, Dr].
         index_k_cache: [pages, P, 1, Di], updated in place; with kv_cache_quant_mode 3 int8 or
             float8_e4m3fn with Di = 128, pages may lie apart (`index_cache_views`).
@@ -652,7 +653,7 @@ def npu_lightning_indexer_prolog_pto(
         weights_proj: [H, N], dtype of `token_x`.
         ln_gamma_k: [128].
         ln_beta_k: [128].
-        cos_idx_rope: [T, Dr].
+        cos_idx_rope: [T, Dr], Dr even; 0: nothing rotates.
         sin_idx_rope: [T, Dr].
         hadamard_q: [128, 128], multiplied from the right; None: no transform.
         hadamard_k: [128, 128] likewise.

@@ -16,17 +16,21 @@ from ..dispatch.common import quantised
 from ..quantised import quantize_index_query
 from .case import Arguments, Case, Draw, Outputs
 from .sparse_attention import (
+    BATCHES,
     BF16,
     DEEPSEEK,
     DI,
     DR,
+    GLM5_FLASH,
+    POOLS,
+    Model,
     R,
     first_requests,
     part_of_indexer,
+    selected,
 )
 
 P = 64  # the page of DeepGEMM and FlashMLA
-SCALE = DEEPSEEK.scale
 _ops = torch.ops.custom
 
 
@@ -134,48 +138,57 @@ def _deep_gemm(arguments: Arguments, context: int) -> Callable[[], Any] | None:
 # -------------------------------------------------------------------------------------- attention
 
 
-def _rows(draw: Draw, count: int, kind: str, row_layout: str) -> Tensor:
-    """[pages, P, 1, 656] of random latents."""
+def _rows(draw: Draw, count: int, kind: str, row_layout: str, dr: int) -> Tensor:
+    """[pages, P, 1, 656] of random latents; [.., 528] without rotary keys."""
     dtype = quantised.VALUES[kind]
-    rows = torch.empty(count // P, P, 1, quantised.ROW, dtype=torch.uint8, device=draw.device)
+    size = quantised.row_bytes(dr)
+    rows = torch.empty(count // P, P, 1, size, dtype=torch.uint8, device=draw.device)
     step = 2**20
     for first in range(0, count, step):
         size = min(step, count - first)
         slots = torch.arange(first, first + size, device=draw.device)
         _ops.npu_latent_cache_write(
             draw.normal(size, R),
-            draw.normal(size, DR),
+            draw.normal(size, dr),
             rows,
             slots,
             kind=kind,
             row_layout=row_layout,
+            rope_head_dim=dr,
         )
     return rows.view(dtype)
 
 
 def attention_case(
-    b: int, s: int, n: int, context: int, kind: str, k: int = 2048, op: str = ATTENTION
+    b: int,
+    s: int,
+    n: int,
+    context: int,
+    kind: str,
+    k: int = 2048,
+    op: str = ATTENTION,
+    model: Model = DEEPSEEK,
 ) -> Case:
-    """Paged sparse attention over rows of 656 bytes; requests share no page."""
-    pages = context // P
+    """Paged sparse attention over rows of 8 bits; requests share no page."""
+    pages, dr, keys = context // P, model.dr, model.keys_of(k)
     row_layout = quantised.NOPE_SCALE_ROPE if kind == "fp8" else quantised.NOPE_ROPE_SCALE
 
     def make(device: torch.device, seed: int) -> Arguments:
         draw = Draw(device, seed)
-        rows = _rows(draw, b * context, kind, row_layout)
+        rows = _rows(draw, b * context, kind, row_layout, dr)
         return dict(
-            query=draw.normal(b, s, n, R + DR),
+            query=draw.normal(b, s, n, R + dr),
             key=rows,
             value=rows,
-            sparse_indices=draw.chosen(b * s, k, context - s).view(b, s, 1, k),
-            scale_value=SCALE,
+            **selected(draw, b, s, context, k, model),
+            scale_value=model.scale,
             key_quant_mode=2,
             value_quant_mode=2,
             block_table=draw.table(b, pages),
-            actual_seq_lengths_kv=draw.full(b, value=context),
             layout_kv="PA_BSND",
             attention_mode=2,
             row_layout=row_layout,
+            rope_head_dim=dr,
         )
 
     def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
@@ -186,17 +199,17 @@ def attention_case(
         return piece, lambda outputs: [out[:2, -8:] for out in outputs]
 
     count = b * s
-    read = min(count * k, b * context) * quantised.ROW
+    read = min(count * keys, b * context) * quantised.row_bytes(dr)
     peers: dict[str, Any] = {"bf16": partial(_attention_on_bf16, kind=kind)}
-    if kind == "fp8" and s <= 2:
+    if kind == "fp8" and s <= 2 and dr:
         peers["flash_mla"] = _flash_mla
     return Case(
         op,
-        f"{kind}, {n} heads, {b} x {s} queries, {context // 1024}K keys, top {k}",
+        f"{model.label}{kind}, {n} heads, {b} x {s} queries, {context // 1024}K keys, top {k}",
         make,
         part,
-        bytes=float(read + count * n * (2 * R + DR) * BF16),
-        flops=2.0 * count * n * k * (2 * R + DR),
+        bytes=float(read + count * n * (2 * R + dr) * BF16),
+        flops=2.0 * count * n * keys * (2 * R + dr),
         shape=dict(b=b, s=s, n=n, context=context, k=k),
         peers=peers,
     )
@@ -210,7 +223,7 @@ def _attention_on_bf16(arguments: Arguments, kind: str) -> Callable[[], Any]:
         to.copy_(values.float() * by.repeat_interleave(quantised.TILE, -1))
     kept = (
         "sparse_indices", "scale_value", "block_table", "actual_seq_lengths_kv", "layout_kv",
-        "attention_mode",
+        "attention_mode", "sparse_block_size",
     )  # fmt: skip
     return partial(
         _ops.npu_sparse_flash_attention,
@@ -353,7 +366,9 @@ def _attention(small: bool) -> list[Case]:
         return [attention_case(1, 1, 16, 2048, kind, 256) for kind in ("fp8", "int8")]
     sizes = [(32, 1, 128), (128, 1, 16), (128, 1, 64), (128, 1, 128), (1, 4096, 128)]
     cases = [attention_case(b, s, n, 65536, "fp8") for b, s, n in sizes]
-    return [*cases, attention_case(128, 1, 16, 65536, "int8")]
+    cases += [attention_case(128, 1, 16, 65536, "int8")]
+    flash = partial(attention_case, n=64, context=65536, k=POOLS, model=GLM5_FLASH)
+    return cases + [flash(b, 1, kind=kind) for kind in ("fp8", "int8") for b in BATCHES]
 
 
 def _indices(small: bool) -> list[Case]:

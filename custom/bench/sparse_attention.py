@@ -31,15 +31,24 @@ class Model:
     ni: int
     scale: float
     index_rope_interleaved: bool
+    dr: int = DR
+    block: int = 1  # tokens of a selected entry
+
+    def keys_of(self, k: int) -> int:
+        """That a query reads of `k` entries, and of the open one behind them."""
+        return k * self.block + self.block - 1
 
     def prolog_size(self, n: int) -> tuple[int, int]:
         """Weights of the MLA prolog and of the indexer prolog, in elements."""
-        mla = self.h * (self.rq + R + DR) + self.rq * n * (self.dn + DR) + n * self.dn * R
+        mla = self.h * (self.rq + R + self.dr) + self.rq * n * (self.dn + self.dr) + n * self.dn * R
         return mla, self.rq * self.ni * DI + self.h * (DI + self.ni)
 
 
 DEEPSEEK = Model("", 7168, 1536, 128, 64, 0.13523, False)  # with YaRN's factor
 GLM5 = Model("GLM-5, ", 6144, 2048, 192, 32, 256**-0.5, True)
+# no rotary part; 512 pools of 4 tokens and the open one
+GLM5_FLASH = Model("GLM-5.3-Flash, ", 4096, 1536, 256, 32, 256**-0.5, False, 0, 4)
+POOLS = 512
 
 
 def first_requests(names: tuple[str, ...], keep: int) -> Part:
@@ -69,13 +78,27 @@ def part_of_layer(k: int, arguments: Arguments) -> tuple[Arguments, Callable[[Ou
     return first_requests(names, 2)(arguments)
 
 
+def selected(draw: Draw, b: int, s: int, context: int, k: int, model: Model) -> Arguments:
+    """The selection of each query.  Of pools: one token less than the context, so that the last
+    pool is open, and named behind the `k` others."""
+    m = model.block
+    found = draw.chosen(b * s, k, (context - s) // m)
+    if m > 1:
+        found = torch.nn.functional.pad(found, (0, 1), value=(context - s) // m)
+    return dict(
+        sparse_indices=found.view(b, s, 1, -1),
+        sparse_block_size=m,
+        actual_seq_lengths_kv=draw.full(b, value=context - (m > 1)),
+    )
+
+
 def attention_case(
     b: int, s: int, n: int, context: int, k: int = 2048, model: Model = DEEPSEEK
 ) -> Case:
     """Paged sparse attention: `s` query tokens for each of `b` requests of `context` tokens, which
     share no page: 128 requests of 64K tokens keep 9.7 GB, in pages of random order.  The selected
-    positions ascend, one in each of `k` equal pieces of the context."""
-    pages = context // P
+    positions ascend, one in each of `k` equal pieces of the context; `selected` has pools."""
+    pages, dr, read = context // P, model.dr, model.keys_of(k)
 
     def make(device: torch.device, seed: int) -> Arguments:
         draw = Draw(device, seed)
@@ -83,26 +106,26 @@ def attention_case(
             query=draw.normal(b, s, n, R),
             key=draw.normal(b * pages, P, 1, R),
             value=None,
-            sparse_indices=draw.chosen(b * s, k, context - s).view(b, s, 1, k),
+            **selected(draw, b, s, context, k, model),
             scale_value=model.scale,
             block_table=draw.table(b, pages),
-            actual_seq_lengths_kv=draw.full(b, value=context),
-            query_rope=draw.normal(b, s, n, DR),
-            key_rope=draw.normal(b * pages, P, 1, DR),
+            query_rope=draw.normal(b, s, n, dr) if dr else None,
+            key_rope=draw.normal(b * pages, P, 1, dr) if dr else None,
             layout_kv="PA_BSND",
         )
 
     rows = b * s
-    names = ("query", "query_rope", "sparse_indices", "block_table", "actual_seq_lengths_kv")
+    ropes = ("query_rope",) if dr else ()
+    names = ("query", *ropes, "sparse_indices", "block_table", "actual_seq_lengths_kv")
     return Case(
         "npu_sparse_flash_attention",
         f"{model.label}{n} heads, {b} x {s} queries, {context // 1024}K keys, top {k}",
         make,
         first_requests(names, 2),
-        bytes=rows * k * (R + DR) * BF16 + rows * n * (2 * R + DR) * BF16,
-        flops=2.0 * rows * n * k * (2 * R + DR),
+        bytes=rows * read * (R + dr) * BF16 + rows * n * (2 * R + dr) * BF16,
+        flops=2.0 * rows * n * read * (2 * R + dr),
         shape=dict(b=b, s=s, n=n, context=context, k=k),
-        peers=in_torch.peers(in_torch.sparse_attention),
+        peers=in_torch.peers(in_torch.sparse_attention) if model.block == 1 else {},
     )
 
 
@@ -180,16 +203,16 @@ def _layer(
     return dict(
         x=draw.normal(b, s, h),
         w_dq=to_nz(draw.normal(h, rq, std=h**-0.5)),
-        w_uq_qr=to_nz(draw.normal(rq, n * (dn + DR), std=rq**-0.5)),
+        w_uq_qr=to_nz(draw.normal(rq, n * (dn + model.dr), std=rq**-0.5)),
         w_uk=draw.normal(n, dn, R, std=dn**-0.5),
-        w_dkv_kr=to_nz(draw.normal(h, R + DR, std=h**-0.5)),
+        w_dkv_kr=to_nz(draw.normal(h, R + model.dr, std=h**-0.5)),
         gamma_cq=draw.normal(rq),
         gamma_ckv=draw.normal(R),
-        sin=draw.normal(b, s, DR),
-        cos=draw.normal(b, s, DR),
+        sin=draw.normal(b, s, model.dr),
+        cos=draw.normal(b, s, model.dr),
         cache_index=slots.to(torch.int32).contiguous(),
         kv_cache=draw.normal(b * pages, P, 1, R),
-        kr_cache=draw.normal(b * pages, P, 1, DR),
+        kr_cache=draw.normal(b * pages, P, 1, model.dr),
         block_table=table,
         act_seqs=draw.full(b, value=context),
         w_idx_qb=to_nz(draw.normal(rq, ni * DI, std=rq**-0.5)),
@@ -238,10 +261,10 @@ def mla_prolog_case(b: int, n: int, model: Model = DEEPSEEK) -> Case:
         f"{model.label}{n} heads, {b} tokens",
         make,
         first_requests(("token_x", "rope_sin", "rope_cos", "cache_index"), 4),
-        bytes=float(BF16 * (size + b * (model.h + model.rq + n * (R + DR) + R + DR))),
+        bytes=float(BF16 * (size + b * (model.h + model.rq + (n + 1) * (R + model.dr)))),
         flops=2.0 * b * size,
         shape=dict(b=b, n=n),
-        peers=in_torch.peers(in_torch.mla_prolog),
+        peers=in_torch.peers(in_torch.mla_prolog) if model.dr else {},
     )
 
 
@@ -375,11 +398,13 @@ GLM5_HEADS = (64, 8)  # all, and those of one of eight shards
 
 def _attention(small: bool) -> list[Case]:
     if small:
-        return [attention_case(b, 1, 16, 2048, 256) for b in (1, 4)]
+        pools = attention_case(2, 1, 12, 1024, 16, GLM5_FLASH)
+        return [*(attention_case(b, 1, 16, 2048, 256) for b in (1, 4)), pools]
     decode = [attention_case(b, 1, n, 65536) for n in (128, 16) for b in BATCHES]
     prefill = [prefill_case(4096, 128, context) for context in (8192, 65536)]
     glm5 = [attention_case(b, 1, n, 65536, model=GLM5) for n in GLM5_HEADS for b in BATCHES]
     glm5 += [prefill_case(4096, 64, 65536, model=GLM5)]
+    glm5 += [attention_case(b, 1, 64, 65536, POOLS, GLM5_FLASH) for b in BATCHES]
     return [*decode, attention_case(128, 2, 128, 65536), *prefill, *glm5]
 
 
@@ -399,6 +424,7 @@ def _prolog(small: bool) -> list[Case]:
     return [
         *(mla_prolog_case(b, n) for b, n in sizes),
         *(mla_prolog_case(b, n, GLM5) for b, n in glm5),
+        *(mla_prolog_case(b, 64, GLM5_FLASH) for b in BATCHES),
     ]
 
 

@@ -324,7 +324,7 @@ def context_parallel_decode(
         weights: [B, S, Ni], the same on all ranks, or None with such a function; where queries are
             of 8 bits with their scales in them (`quantize_index_query`).
         kv_cache: [pages, P, 1, R], this rank's shard, with the new tokens (`shard_slots`).
-        kr_cache: [pages, P, 1, Dr], likewise; None where `kv_cache` has rows of 656 bytes, those of
+        kr_cache: [pages, P, 1, Dr], likewise; None where `kv_cache` has the rows of
             `npu_kv_quant_sparse_flash_attention`.
         index_k_cache: all index keys; this rank's shard with `replicate_index=False`.
         block_table: [B, max_pages], pages of the shards.
@@ -339,7 +339,7 @@ def context_parallel_decode(
             otherwise ranks score their shard, and their best candidates are merged (one more
             all_gather of 8 bytes a candidate).
         sinks: [N / size] logits that enter the denominator alone, once.
-        row_layout: of rows of 656 bytes.
+        row_layout: of rows of 8 bits.
         check_equal: compare the ranks' selections before they are used (`same_selection`).
         broadcast: take rank 0's selection on all.
 

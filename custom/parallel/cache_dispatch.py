@@ -44,7 +44,7 @@ def attend(
     row_layout: str,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, maximum, sum). Without a `kr` rows of `kv` are of 656 bytes."""
+    """(out, maximum, sum). Without a `kr` rows of `kv` are of 8 bits."""
     options = options | dict(layout_kv="PA_BSND")
     if kr is not None:
         return sparse.npu_sparse_flash_attention(
@@ -67,6 +67,7 @@ def attend(
         2,
         2,
         attention_mode=2,
+        rope_head_dim=query_rope.shape[-1],
         row_layout=row_layout,
         **options,
     )

@@ -158,7 +158,7 @@ def context_parallel_prefill(
             (`quantize_index_query`).
         rows: this rank's new rows [B, S / size, D] by the cache's name, or their bytes.
         caches: whole caches [pages, P, 1, D] under the same names, updated in place: "kv", "kr" and
-            "index". Rows of 656 bytes ("kv" of `npu_kv_quant_sparse_flash_attention`) have no "kr";
+            "index". Rows of 8 bits ("kv" of `npu_kv_quant_sparse_flash_attention`) have no "kr";
             index keys of 8 bits have their scales [pages, P, 1] in "index_scale".
         cache_index: [B, S] slots of all new tokens in order; negative: not written.
         block_table: [B, max_pages].
@@ -166,7 +166,7 @@ def context_parallel_prefill(
         group: ProcessGroup or 1-D DeviceMesh.
         softmax_scale: factor of the logits.
         sparse_count: positions attended to by a query, at most.
-        row_layout: of rows of 656 bytes.
+        row_layout: of rows of 8 bits.
 
     Returns:
         [B, S / size, N, R], of this rank's rows. No backward.
