@@ -310,7 +310,8 @@ def _shared_kv(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
 
 def _latent_rows(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     tokens, page, v4 = case["b"] * case["s"], case["page"], case["eight"] == "v4"
-    size, width = (448, 584) if v4 else (512, 656)
+    keys = 0 if case.get("bare", False) and not v4 else 64
+    size, width = (448, 584) if v4 else (512, 528 + 2 * keys)
     pages = -(-tokens // page) + 2
     step = -(-page * width // 576) * 576 if v4 else page * width
     rows = torch.zeros(pages, step, dtype=torch.uint8)[:, : page * width]
@@ -319,13 +320,13 @@ def _latent_rows(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     options: Arguments = dict(kind="fp8", row_layout="v4")
     if not v4:
         order = "nope_scale_rope" if case["turned"] else "nope_rope_scale"
-        options = dict(kind=case["eight"], row_layout=order)
+        options = dict(kind=case["eight"], row_layout=order, rope_head_dim=keys)
         options["scale_format"] = "ue8m0" if case["power"] else "fp32"
         if case["clip"]:
             options["k_nope_clip_alpha"] = torch.rand(1) + 0.2
     return options | dict(
         ckv=torch.randn(tokens, size, dtype=torch.float64).to(dtype),
-        k_rope=torch.randn(tokens, 64, dtype=torch.float64).to(rotary),
+        k_rope=torch.randn(tokens, keys, dtype=torch.float64).to(rotary),
         rows=rows.view(pages, page, 1, width),
         slots=slots.masked_fill(torch.rand(tokens) < 0.2, -1),
     ), {}

@@ -340,6 +340,7 @@ def _latents(r: Random, backward: bool) -> Case:
         turned=r.random() < 0.5,
         power=r.random() < 0.5,
         clip=r.random() < 0.3,
+        bare=r.random() < 0.3,
     )
 
 
@@ -505,7 +506,7 @@ COMPILED = {
     *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
     *("ratio", "coff", "pairs", "full", "ring", "pages", "hadamard", "returned"),
     *("m", "picked", "entry_page", "kind", "output", "quant", "eight"),
-    *("turned", "power", "clip", "shared", "page", "own", "counts", "forced"),
+    *("turned", "power", "clip", "bare", "shared", "page", "own", "counts", "forced"),
     *("kda", "norm", "twice", "state", "gates", "gate", "rates", "bias", "w", "history"),
     "activation",
 }

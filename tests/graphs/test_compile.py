@@ -41,6 +41,24 @@ def dtype(device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
+WITHOUT_ROPE = (
+    *("npu_mla_prolog_pto", "npu_mla_prolog_v3", "npu_indexer_prolog_pto"),
+    *("npu_sparse_attention_pto", "npu_sparse_attention_shared_pto"),
+    *("npu_sparse_flash_attention", "npu_sparse_flash_attention_grad"),
+)
+
+
+@pytest.mark.parametrize("op", WITHOUT_ROPE)
+def test_a_rotary_size_of_zero_is_traced(op, monkeypatch):
+    monkeypatch.setitem(sample.__globals__, "DR", 0)
+    given = sample(op, torch.device("cpu"), torch.float32)
+    call = overload(BY_NAME[op])
+    torch.library.opcheck(call, (), given, test_utils=("test_schema", "test_faketensor"))
+    compiled = torch.compile(lambda **x: call(**x), backend="aot_eager", fullgraph=True)
+    spec = BY_NAME[op]
+    assert_same(everything(spec, compiled, given), everything(spec, call, given))
+
+
 @pytest.fixture
 def graphs(monkeypatch) -> Iterator[list[torch.fx.Graph]]:
     """The FX graphs that Inductor writes code for, behind its last pass."""
