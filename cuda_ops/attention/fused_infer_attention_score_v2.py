@@ -324,10 +324,10 @@ class Tiles:
 
 
 def shared_bytes(tile: Tiles, rope: int, wgmma: bool) -> int:
-    """Of shared memory that a program takes, at most: its queries, one tile of keys (two where
-    wgmma reads them), and the probabilities."""
+    """Of shared memory that a program takes, at most: its queries, the tiles of keys that are on
+    their way (one more where wgmma reads them), and the probabilities."""
     wide = tile.width + (max(16, power_of_two(rope)) if rope else 0)
-    held = 2 if wgmma and tile.rows == 64 else 1
+    held = max(tile.stages - 1, 1) + (1 if wgmma and tile.rows == 64 else 0)
     return 2 * (tile.rows * wide + tile.keys * held * wide + tile.rows * tile.keys) + 1024
 
 
@@ -343,7 +343,7 @@ def tiles(
         tiers.append(Tiles(64, 64, 8, 2, width))
     if each > 16:
         tiers.append(Tiles(32, 32, 4, 2, width))
-    tiers.append(Tiles(16, 64, 4, 3, width))
+    tiers += [Tiles(16, 64, 4, stages, width) for stages in (3, 2)]
     tiers += [Tiles(16, keys, 4, 1, width) for keys in (32, 16)]
     limit, wgmma = gpu.shared_memory(device), gpu.reads_shared(device)
     tile = next((t for t in tiers if shared_bytes(t, rope, wgmma) <= limit), None)
