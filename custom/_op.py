@@ -56,7 +56,7 @@ def takes_lists(*names: str) -> Callable[[Public], Public]:
             first = args[0] if args else kwargs.get("query")
             for each in names:
                 value = kwargs.get(each)
-                if isinstance(value, (list, tuple)) and isinstance(first, torch.Tensor):
+                if _is_list(value) and isinstance(first, torch.Tensor):
                     kwargs[each] = _on_device(name, each, value, first.device)
             return function(*args, **kwargs)
 
@@ -65,13 +65,15 @@ def takes_lists(*names: str) -> Callable[[Public], Public]:
     return taking
 
 
+def _is_list(value: Any) -> bool:
+    """Of whole numbers; PyTorch refuses others by their type."""
+    listed = isinstance(value, (list, tuple))
+    return listed and all(type(each) is int and abs(each) < 2**63 for each in value)
+
+
 def _on_device(op: str, name: str, values: Sequence[Any], device: torch.device) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return torch.tensor(values, dtype=torch.int64, device=device)
-    if not all(type(value) is int and abs(value) < 2**63 for value in values):
-        raise TypeError(
-            f"{op}: `{name}` is {values!r}, expected whole numbers. Pass a list of int."
-        )
     if device.type != "cuda":
         return torch.tensor(values, dtype=torch.int64, device=device)
     if torch.cuda.is_current_stream_capturing():

@@ -113,12 +113,16 @@ def test_vmap_is_a_loop(spec):
     assert_same(list(torch.vmap(call)(two)), wanted)
 
 
+# a negated view is read from memory of its own, and these have to be one tensor
+ONE_TENSOR = {("npu_fused_infer_attention_score_v2", name) for name in ("key", "value")}
+
+
 @ops(SPECS)
 def test_negated_views(spec):
     """Inputs are read as what they stand for; a cache is refused before anything is written."""
     good = sample(spec.name, CPU, torch.float32)
     for name, value in tensors(good).items():
-        if value.dtype != torch.float32:
+        if value.dtype != torch.float32 or (spec.name, name) in ONE_TENSOR:
             continue
         negated = torch._neg_view(-value)
         if name not in mutated(spec):

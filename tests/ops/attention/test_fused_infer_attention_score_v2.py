@@ -530,7 +530,11 @@ WIDE = torch.zeros(5, 16, 1, 528)
         (dict(block_table=None), ValueError, "`block_table` is missing"),
         (dict(actual_seq_kvlen=None), ValueError, "`actual_seq_kvlen` is missing"),
         (dict(actual_seq_kvlen=[9, 33]), ValueError, r"`actual_seq_kvlen` is \[9, 33\], expected"),
-        (dict(actual_seq_kvlen=[9, 2.5]), TypeError, r"`actual_seq_kvlen` is \[9, 2.5\], expected"),
+        (
+            dict(actual_seq_kvlen=[9, 2.5]),
+            TypeError,
+            "`actual_seq_kvlen` is of type list, expected",
+        ),
         (dict(actual_seq_qlen=[3, 4]), ValueError, r"`actual_seq_qlen` is \[3, 4\]"),
         (
             dict(query=torch.zeros(6, 4, 32), input_layout="TND", actual_seq_qlen=[0, 3, 6]),
