@@ -164,6 +164,21 @@ def _attentions() -> Iterator[Limit]:
     both = paged | dict(key=_apart(2, 1024), key_rope=_apart(2, 1024), query_rope=_t(1, 1, 1, 64))
     yield Limit(file, both, dict(key_rope=_apart(2, 2048)), "different strides in rows")
 
+    file = "sparse_attention_score"
+    given = dict(
+        query=_t(1, 4, 64),
+        key=_t(2, 128, 2, 64),
+        value=_t(2, 128, 2, 64),
+        block_table=_t(1, MOST // 128),
+        block_size=4,
+        top_k=MOST // 4,
+    )
+    yield Limit(file, given, dict(block_table=_t(1, MOST // 128 + 1)), far)
+    yield Limit(file, given, dict(top_k=MOST // 4 + 1), far)
+    yield Limit(file, given, dict(query=_t(1, 4, 48)), "a head size of 48")
+    planes = _t(4, 128, 2, 64).as_strided((2, 128, 2, 64), (2 * 128 * 128, 128, 64, 1))
+    yield Limit(file, given, dict(value=planes), "different strides in rows")
+
     rows = _t(2, 128, 1, 656, dtype=torch.int8)
     quantised = dict(
         query=_t(1, 1, 1, 576),

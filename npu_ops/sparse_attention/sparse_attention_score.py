@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Grouped-query attention of packed tokens to chosen blocks, a head of keys at a time, by the three
+kernels of sparse_flash_attention.
+
+    collect      chosen keys and values, dense [T, K * block, D] each, two rows in one copy
+    weigh        scores of the keys, for the query heads that share them
+    accumulate   exp(z - m) value over all of them
+
+Blocks and pages may have any size; an open block is cut at the token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ...dispatch.common import memory
+from ...dispatch.common.packed import block_within, ends
+from ...dispatch.ops.sparse_attention.sparse_attention_score import Arguments
+from ..common import cores, ragged, tiling, tune, two_passes
+from .sparse_flash_attention import SPAN, accumulate, collect, weigh
+
+_OP = "sparse_flash_attention"
+
+
+def unsupported(**x: Unpack[Arguments]) -> str | None:
+    query, key, value, table = x["query"], x["key"], x["value"], x["block_table"]
+    if reason := tiling.not_multiplied(query=query):
+        return reason
+    size = query.shape[2]
+    if size % 32:
+        return f"a head size of {size}, which comes in 32s"
+    if overflow := tiling.weigh_overflow(16, 64, size, 0):
+        return overflow
+    reach = table.shape[1] * key.shape[1]
+    if max(reach, x["top_k"] * block_within(x["block_size"], reach)) > ragged.LONGEST:
+        return f"contexts of up to {reach} positions, the kernel reaches {ragged.LONGEST}"
+    if key.shape[0] > ragged.LONGEST:
+        return f"a cache of {key.shape[0]} pages, the kernel knows {ragged.LONGEST} apart"
+    return ragged.uneven(key=key, value=value)
+
+
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    query, key, value, index = x["query"], x["key"], x["value"], x["select_idx"]
+    lengths, key_lengths = x["actual_seq_lengths"], x["actual_seq_lengths_kv"]
+    assert lengths is not None and key_lengths is not None  # the check said so
+    (tokens, heads), shared, device = query.shape[:2], key.shape[2], query.device
+    group, sinks = heads // shared, x["sinks"]
+    out = memory.empty(query.shape, query.dtype, device)
+    lse = memory.empty((tokens, heads), torch.float32, device)
+    none = memory.empty((0,), torch.float32, device)
+    if out.numel() == 0 or key.numel() == 0 or index.numel() == 0 or x["block_table"].numel() == 0:
+        return out.zero_(), lse.fill_(-torch.inf) if x["return_softmax_lse"] else none
+    sums = ends(lengths, tokens).to(torch.int32)
+    plan = ragged.plan(query, key, sums, key_lengths, x["block_table"], "TND", "PA_BSND", 3)
+    block = block_within(x["block_size"], plan.reach)
+    for g in range(shared):
+        of = slice(g * group, (g + 1) * group)
+        found, top, total = _attended(
+            query[:, of],
+            key[:, :, g : g + 1],
+            value[:, :, g : g + 1],
+            _chosen(x, g),
+            x["scale_value"],
+            block,
+            None if sinks is None else sinks[of],
+            plan,
+        )
+        out[:, of] = found
+        if x["return_softmax_lse"]:
+            lse[:, of] = top + total.log()
+    return out, lse if x["return_softmax_lse"] else none
+
+
+def _chosen(x: Arguments, head: int) -> Tensor:
+    """[T, K] int32 of a head of keys, -1 behind its count."""
+    index, count = x["select_idx"], x["select_num_idx"]
+    index = ragged.int32(index[min(head, len(index) - 1)])
+    if count is None:
+        return index
+    there = torch.arange(index.shape[1], device=index.device)
+    inside = there < count[min(head, len(count) - 1), :, None]
+    return torch.where(inside, index, -1)
+
+
+def _attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: Tensor,
+    scale: float,
+    block: int,
+    sinks: Tensor | None,
+    plan: ragged.Plan,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [T, N, D], max, sum [T, N]) of the heads that share a head of keys."""
+    (tokens, heads, size), device, dtype = query.shape, query.device, query.dtype
+    out = memory.empty((tokens, heads, size), dtype, device)
+    top = memory.empty((tokens, heads), torch.float32, device)
+    total = memory.empty((tokens, heads), torch.float32, device)
+    weighing = two_passes.weighing(_OP, heads, size)
+    head_tile, key_tile = weighing.tiles["HEAD_TILE"], weighing.tiles["KEY_TILE"]
+    copies = tune.only(f"{_OP}.collect")
+    count = index.shape[1]
+    wide, padded = tiling.up(count * block, SPAN), tiling.up(heads, head_tile)
+    at_once = tiling.at_once(tokens, wide * (2 * size * dtype.itemsize + padded * 4))
+    splits = two_passes.splits(at_once, padded // head_tile, head_tile, wide, key_tile)
+    accumulating = two_passes.accumulating(_OP, at_once, padded, size)
+    slots = memory.empty((at_once, wide), torch.int32, device)
+    last = memory.empty((at_once,), torch.int32, device)
+    keys, values = (memory.empty((at_once, wide, size), dtype, device) for _ in range(2))
+    scores = memory.empty((at_once, wide, padded), torch.float32, device)
+    parts = wide // key_tile
+    peaks, sums = (memory.empty((at_once, parts, padded), torch.float32, device) for _ in range(2))
+    for first in range(0, tokens, at_once):
+        rows = min(at_once, tokens - first)
+        collect[(min(rows * wide // copies.tiles["ROWS"], cores.vector()),)](
+            key,
+            value,
+            key,
+            index,
+            plan.table,
+            slots=slots,
+            last=last,
+            dense=keys,
+            dense_rope=values,
+            **plan.arguments,
+            **plan.flags,
+            first=first,
+            rows=rows,
+            count=count,
+            wide=wide,
+            indices_stride=index.stride(0),
+            block=block,
+            table_stride=plan.table.stride(0),
+            pages=key.shape[0],
+            page=key.shape[1],
+            page_rows=ragged.page_rows(key),
+            stride_latent=ragged.row_stride(key),
+            stride_rotary=ragged.row_stride(value),
+            stride_scale=0,
+            BLOCKS=block > 1,
+            LATENT=size,
+            ROTARY=size,
+            TILES=0,
+            SPAN=SPAN,
+            **copies.keywords,
+        )
+        weigh[(min(rows * padded // head_tile * splits, cores.cube()),)](
+            query,
+            query,
+            keys,
+            keys,
+            slots,
+            last,
+            scores,
+            peaks,
+            sums,
+            first,
+            rows,
+            wide,
+            heads,
+            padded,
+            splits,
+            *query.stride()[:2],
+            *query.stride()[:2],
+            scale,
+            LATENT=size,
+            ROTARY=0,
+            WHOLE=heads == padded,
+            **weighing.keywords,
+        )
+        tiles = padded // accumulating.tiles["HEAD_TILE"] * accumulating.tiles["PIECES"]
+        accumulate[(min(rows * tiles, cores.cube()),)](
+            scores,
+            peaks,
+            sums,
+            values,
+            slots,
+            last,
+            out if sinks is None else sinks,
+            out,
+            top,
+            total,
+            first,
+            rows,
+            wide,
+            heads,
+            padded,
+            scale,
+            LATENT=size,
+            SINKS=sinks is not None,
+            WHOLE=heads == padded,
+            PART=key_tile,
+            **accumulating.keywords,
+        )
+    return out, top, total
