@@ -107,9 +107,8 @@ def indexer(model: Model, b: int, s: int, context: int) -> Case:
         )
 
     def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
-        """Values, not indices: scores that differ by rounding may swap near-ties."""
         piece, at = _part(arguments, b, s, ("query",), ())
-        return piece, lambda outputs: [outputs[1][:, at]]
+        return piece, lambda outputs: [out[:, at] for out in outputs]
 
     rows = b * s * model.shared
     return Case(
