@@ -124,7 +124,9 @@ def models() -> str:
     return where + "\n".join([models.HEAD, *map(models.markdown, rows)]) + "\n"
 
 
-def _over(us: float, measured: dict[str, float]) -> str:
+def _over(us: float | None, measured: dict[str, float]) -> str:
+    if us is None:
+        return "not asked"
     return f"{us:.0f} ({', '.join(f'{us / x:.2f}' for x in measured.values())})"
 
 
@@ -147,15 +149,17 @@ def published() -> str:
             row["what"],
             row["card"],
             ", ".join(f"{by} {x:g}" for by, x in us.items()),
-            *(_over(row[name], us) for name in ratios),
+            *(_over(row.get(name), us) for name in ratios),
             f"`{row['binds'].split('.')[-1]}`",
             row["source"],
         )
         drawn.append(f"| {' | '.join(cells)} |")
         for name, found in ratios.items():
-            found += [row[name] / x for x in us.values()]
-    means = ", ".join(f"{name} {_mean(found):.2f}" for name, found in ratios.items())
-    drawn.append(f"\nGeometric means of the {len(ratios['ours'])} ratios: {means}.")
+            found += [row[name] / x for x in us.values() if name in row]
+    means = " and ".join(
+        f"{name} {_mean(found):.2f} of {len(found)} ratios" for name, found in ratios.items()
+    )
+    drawn.append(f"\nGeometric means: {means}.")
     return "\n".join(drawn) + "\n"
 
 

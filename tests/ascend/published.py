@@ -93,8 +93,8 @@ def states(requests: int) -> Make:
     return make
 
 
-def chunked(heads: int, tokens: int = 4096) -> Make:
-    return chunk_gated_delta_rule.call([tokens], (heads, heads), (128, 128))
+def chunked(heads: int, tokens: int = 4096, sequences: int = 1) -> Make:
+    return chunk_gated_delta_rule.call([tokens] * sequences, (heads, heads), (128, 128))
 
 
 def causal(tokens: int) -> Make:
@@ -165,6 +165,14 @@ FIGURES = (
         card="910B4",
     ),
     Figure(
+        "dense prefill, 4097 x 16 heads of 192 and 128",
+        dict(AscendC=786.3),
+        _WHEEL,
+        fused_attention.OP,
+        causal(4097),
+        card="910B4",
+    ),
+    Figure(
         "delta rule, b = 16",
         dict(AscendC=37.3, Triton=153.6),
         "vllm-ascend #12869",
@@ -181,6 +189,23 @@ FIGURES = (
             card="910B2",
         )
         for heads, us in ((16, 878), (32, 1712), (64, 3314))
+    ),
+    # of 16 sequences so many that 256 heads are walked; Triton: the five kernels of vllm-ascend
+    *(
+        Figure(
+            f"chunked delta rule, 16 x 8192 x {heads} heads",
+            us,
+            _MEGA,
+            _CHUNKED,
+            chunked(heads, 8192, 256 // heads),
+            card="910B2",
+            times=heads // 16,
+        )
+        for heads, us in (
+            (16, dict(AscendC=27700, Triton=50400)),
+            (32, dict(AscendC=54300)),
+            (64, dict(AscendC=106000)),
+        )
     ),
 )
 
