@@ -42,7 +42,7 @@ def layer_case(
     coff = 2 if kind == "CSA" else 1
     held, state_page = -(-(WINDOW + s) // page) + 1, 4 if kind == "CSA" else 8
     ring = -(-(coff * m + s) // state_page)
-    entry_page = entry_page or (P if kind == "CSA" else 2)
+    entries_each = entry_page or (P if kind == "CSA" else 2)
     deep = model.n // model.groups * D
 
     def make(device: torch.device, seed: int) -> Arguments:
@@ -76,7 +76,7 @@ def layer_case(
                 state_block_table=draw.table(b, ring),
                 cmp_sin=draw.normal(b, -(-s // m), DR),
                 cmp_cos=draw.normal(b, -(-s // m), DR),
-                cmp_block_table=draw.table(b, context // m // entry_page),
+                cmp_block_table=draw.table(b, context // m // entries_each),
             )
         if kind == "CSA":
             given |= _compressor(draw, "idx", DI, "idx_k") | dict(
@@ -92,7 +92,7 @@ def layer_case(
             f"{name}_ape": floats(m, coff * d),
             f"gamma_{name}": floats(d),
             f"{name}_state": floats(b * ring, state_page, 2 * coff * d),
-            cached: draw.normal(b * (context // m), 1, 1, d).view(-1, entry_page, 1, d),
+            cached: draw.normal(b * (context // m), 1, 1, d).view(-1, entries_each, 1, d),
         }
 
     def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
