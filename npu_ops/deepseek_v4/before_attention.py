@@ -22,7 +22,7 @@ from torch import Tensor
 from ...dispatch.common import memory, nz
 from ..common import cores, tune, tuples
 from ..prolog import product
-from ..prolog.product import _cut, _tile_count, _tiles
+from ..prolog.product import _cut, _tile_count, panel_tiles
 from . import compressor, sharedkv_prolog_pto, sparse_attn_sharedkv
 from .compressor import finish, keep, pool, project
 from .sharedkv_prolog_pto import of_heads, of_tokens
@@ -81,7 +81,7 @@ def sums(
     ENTRY_WHOLE_K: tl.constexpr,
 ):
     """All products of x: of NZ weights, and of the rows of the compressors."""
-    first = _tiles(
+    first = panel_tiles(
         x,
         *latent,
         out_row,
@@ -95,7 +95,7 @@ def sums(
         PANELS,
         DEPTH,
     )
-    first = _tiles(
+    first = panel_tiles(
         x,
         *window,
         out_row,
@@ -110,7 +110,7 @@ def sums(
         DEPTH,
     )
     if weights.w is not None:
-        first = _tiles(
+        first = panel_tiles(
             x,
             *weights,
             out_row,

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...dispatch.common import memory, nz
 from ..common import cores, entry, tiling, tune
 from ..prolog import product
-from ..prolog.product import _tiles
+from ..prolog.product import panel_tiles
 from .last_rotation import angles, not_turned, turned
 
 _CACHED = 3  # how many times as fast the cache is as the memory
@@ -96,7 +96,7 @@ def group_products(
     first = rows * 0
     for group in range(0, groups):
         g = group.to(tl.int64)
-        first = _tiles(
+        first = panel_tiles(
             x + g * rows * depth,
             w + g * columns * depth,
             out + g * columns,

@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory, nz
 from ..common import cores, entry, tiling, tune
-from ..common.cores import turn
 from . import product
+from .product import panel_tiles, row_tile
 
 _MOST = 3  # weights of a launch
 _PARTS = 8  # of the depth, at most
@@ -45,107 +44,6 @@ class Sums:
     parts: Tensor
     by_row: Tensor | None = None
     by_column: Tensor | None = None
-
-
-@triton.jit
-def _step(
-    x_tile,
-    w,
-    panel,
-    panels,
-    depth,
-    k,
-    at,
-    acc,
-    WHOLE_N: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    if not WHOLE_N:  # a panel past the last one is the last one
-        panel = tl.minimum(panel, panels - 1)
-    start = w + panel.to(tl.int64) * depth * 32 + at
-    if WHOLE_K:
-        w_tile = tl.load(start)
-    else:
-        w_tile = tl.load(start, mask=(tl.arange(0, DEPTH) < depth - k)[:, None], other=0)
-    return tl.dot(x_tile, w_tile, acc, out_dtype=tl.int32)
-
-
-@triton.jit
-def _put(to, m, panel, panels, acc, WHOLE_N: tl.constexpr):
-    n = tl.arange(0, 32)
-    there = m[:, None]
-    if not WHOLE_N:
-        there = there & (n < (panels - panel) * 32)[None]
-    tl.store(to + panel * 32 + n[None], acc, mask=there)
-
-
-@triton.jit
-def _row_tile(
-    x, row, m, depth, k, WHOLE_M: tl.constexpr, WHOLE_K: tl.constexpr, DEPTH: tl.constexpr
-):
-    d = tl.arange(0, DEPTH)
-    at = x + row * depth + (k + d)[None]
-    if WHOLE_M and WHOLE_K:
-        tile = tl.load(at)
-    elif WHOLE_K:
-        tile = tl.load(at, mask=m[:, None], other=0)
-    else:
-        tile = tl.load(at, mask=m[:, None] & (d < depth - k)[None], other=0)
-    return tile
-
-
-@triton.jit
-def _tiles(
-    x,
-    w,
-    out,
-    columns,
-    first,
-    rows,
-    depth,
-    parts,
-    out_row,
-    out_part,
-    WHOLE_M: tl.constexpr,
-    WHOLE_N: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    PANELS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """One weight's tiles, of which core `first` takes the first one; where its next weight
-    begins."""
-    panels = columns // 32
-    across = (panels + PANELS - 1) // PANELS
-    tiles = (rows + ROWS - 1) // ROWS * across
-    span = depth // parts
-    n = tl.arange(0, 32)
-    for work in range(turn(first), tiles * parts, tl.num_programs(0)):
-        part = work // tiles
-        tile = work % tiles
-        row = tile // across * ROWS + tl.arange(0, ROWS)
-        m = row < rows
-        row = row.to(tl.int64)[:, None]
-        panel = tile % across * PANELS
-        acc0 = tl.zeros((ROWS, 32), tl.int32)
-        acc1 = tl.zeros((ROWS, 32), tl.int32)
-        acc2 = tl.zeros((ROWS, 32), tl.int32)
-        acc3 = tl.zeros((ROWS, 32), tl.int32)
-        for step in range(0, span, DEPTH):
-            k = part * span + step
-            x_tile = _row_tile(x, row, m, depth, k, WHOLE_M, WHOLE_K, DEPTH)
-            at = (k + tl.arange(0, DEPTH))[:, None] * 32 + n[None]
-            acc0 = _step(x_tile, w, panel, panels, depth, k, at, acc0, WHOLE_N, WHOLE_K, DEPTH)
-            acc1 = _step(x_tile, w, panel + 1, panels, depth, k, at, acc1, WHOLE_N, WHOLE_K, DEPTH)
-            acc2 = _step(x_tile, w, panel + 2, panels, depth, k, at, acc2, WHOLE_N, WHOLE_K, DEPTH)
-            acc3 = _step(x_tile, w, panel + 3, panels, depth, k, at, acc3, WHOLE_N, WHOLE_K, DEPTH)
-        to = out + part.to(tl.int64) * out_part + row * out_row
-        _put(to, m, panel, panels, acc0, WHOLE_N)
-        _put(to, m, panel + 1, panels, acc1, WHOLE_N)
-        _put(to, m, panel + 2, panels, acc2, WHOLE_N)
-        _put(to, m, panel + 3, panels, acc3, WHOLE_N)
-    return (first + tiles * parts) % tl.num_programs(0)
 
 
 @entry.jit(
@@ -174,16 +72,16 @@ def nz_sums(
     PANELS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    first = _tiles(
+    first = panel_tiles(
         x,
         w0,
         out,
         columns0,
+        out_row,
         0,
         rows,
         depth,
         parts,
-        out_row,
         out_part,
         WHOLE_M,
         WHOLE_N,
@@ -191,18 +89,19 @@ def nz_sums(
         ROWS,
         PANELS,
         DEPTH,
+        32,
     )
     if w1 is not None:
-        first = _tiles(
+        first = panel_tiles(
             x,
             w1,
             out + columns0,
             columns1,
+            out_row,
             first,
             rows,
             depth,
             parts,
-            out_row,
             out_part,
             WHOLE_M,
             WHOLE_N,
@@ -210,18 +109,19 @@ def nz_sums(
             ROWS,
             PANELS,
             DEPTH,
+            32,
         )
     if w2 is not None:
-        _tiles(
+        panel_tiles(
             x,
             w2,
             out + columns0 + columns1,
             columns2,
+            out_row,
             first,
             rows,
             depth,
             parts,
-            out_row,
             out_part,
             WHOLE_M,
             WHOLE_N,
@@ -229,6 +129,7 @@ def nz_sums(
             ROWS,
             PANELS,
             DEPTH,
+            32,
         )
 
 
@@ -260,7 +161,7 @@ def nd_sums(
         row = row.to(tl.int64)[:, None]
         acc = tl.zeros((ROWS, COLUMNS), tl.int32)
         for k in range(0, depth, DEPTH):
-            x_tile = _row_tile(x, row, m, depth, k, WHOLE_M, WHOLE_K, DEPTH)
+            x_tile = row_tile(x, row, m, depth, k, WHOLE_M, WHOLE_K, DEPTH)
             if TURNED:
                 from_w = w + column[:, None].to(tl.int64) * depth + (k + d)[None]
                 there = n[:, None] & (d < depth - k)[None]

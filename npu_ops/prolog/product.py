@@ -35,14 +35,6 @@ _CACHED = 3  # how many times as fast the cache is as the memory
 
 
 @triton.jit
-def _panel(w, panel, panels, depth, at, WHOLE_N: tl.constexpr):
-    """Where a step of one panel begins; a panel past the last one is the last one."""
-    if not WHOLE_N:
-        panel = tl.minimum(panel, panels - 1)
-    return w + panel.to(tl.int64) * depth * 16 + at
-
-
-@triton.jit
 def _step(
     x_tile,
     w,
@@ -55,27 +47,48 @@ def _step(
     WHOLE_N: tl.constexpr,
     WHOLE_K: tl.constexpr,
     DEPTH: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    start = _panel(w, panel, panels, depth, at, WHOLE_N)
+    ZERO: tl.constexpr = 0 if WIDE == 32 else 0.0
+    if not WHOLE_N:  # a panel past the last one is the last one
+        panel = tl.minimum(panel, panels - 1)
+    start = w + panel.to(tl.int64) * depth * WIDE + at
     if WHOLE_K:
         w_tile = tl.load(start)
     else:
-        w_tile = tl.load(start, mask=(tl.arange(0, DEPTH) < depth - k)[:, None], other=0.0)
-    return tl.dot(x_tile, w_tile, acc)
+        w_tile = tl.load(start, mask=(tl.arange(0, DEPTH) < depth - k)[:, None], other=ZERO)
+    return tl.dot(x_tile, w_tile, acc, out_dtype=acc.dtype)
 
 
 @triton.jit
-def _put(out, row, m, panel, panels, columns, acc, WHOLE_N: tl.constexpr):
-    n = tl.arange(0, 16)
-    at = out + row * columns + panel * 16 + n[None]
+def _put(out, row, m, panel, panels, columns, acc, WHOLE_N: tl.constexpr, WIDE: tl.constexpr):
+    n = tl.arange(0, WIDE)
+    at = out + row * columns + panel * WIDE + n[None]
     there = m[:, None]
     if not WHOLE_N:
-        there = there & (n < (panels - panel) * 16)[None]
+        there = there & (n < (panels - panel) * WIDE)[None]
     tl.store(at, acc.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def _tiles(
+def row_tile(
+    x, row, m, depth, k, WHOLE_M: tl.constexpr, WHOLE_K: tl.constexpr, DEPTH: tl.constexpr
+):
+    """DEPTH numbers from k on of rows of `depth`, 0 where there are none."""
+    ZERO: tl.constexpr = 0 if x.dtype.element_ty == tl.int8 else 0.0
+    d = tl.arange(0, DEPTH)
+    at = x + row * depth + (k + d)[None]
+    if WHOLE_M and WHOLE_K:
+        tile = tl.load(at)
+    elif WHOLE_K:
+        tile = tl.load(at, mask=m[:, None], other=ZERO)
+    else:
+        tile = tl.load(at, mask=m[:, None] & (d < depth - k)[None], other=ZERO)
+    return tile
+
+
+@triton.jit
+def panel_tiles(
     x,
     w,
     out,
@@ -92,13 +105,16 @@ def _tiles(
     ROWS: tl.constexpr,
     PANELS: tl.constexpr,
     DEPTH: tl.constexpr,
+    WIDE: tl.constexpr = 16,
 ):
-    """The tiles of one weight, of which core `first` takes the first; the core where they end."""
-    panels = columns // 16
+    """The tiles of one weight, of which core `first` takes the first; the core where they end.
+    Panels of 32 columns are int8, summed up in int32."""
+    KIND: tl.constexpr = tl.int32 if WIDE == 32 else tl.float32
+    panels = columns // WIDE
     across = (panels + PANELS - 1) // PANELS
     tiles = (rows + ROWS - 1) // ROWS * across
     span = depth // parts
-    n = tl.arange(0, 16)
+    n = tl.arange(0, WIDE)
     d = tl.arange(0, DEPTH)
     for work in range(turn(first), tiles * parts, tl.num_programs(0)):
         part = work // tiles
@@ -107,52 +123,54 @@ def _tiles(
         m = row < rows
         row = row.to(tl.int64)[:, None]
         panel = tile % across * PANELS
-        acc0 = tl.zeros((ROWS, 16), tl.float32)
-        acc1 = tl.zeros((ROWS, 16), tl.float32)
-        acc2 = tl.zeros((ROWS, 16), tl.float32)
-        acc3 = tl.zeros((ROWS, 16), tl.float32)
+        acc0 = tl.zeros((ROWS, WIDE), KIND)
+        acc1 = tl.zeros((ROWS, WIDE), KIND)
+        acc2 = tl.zeros((ROWS, WIDE), KIND)
+        acc3 = tl.zeros((ROWS, WIDE), KIND)
         if PANELS == 8:
-            acc4 = tl.zeros((ROWS, 16), tl.float32)
-            acc5 = tl.zeros((ROWS, 16), tl.float32)
-            acc6 = tl.zeros((ROWS, 16), tl.float32)
-            acc7 = tl.zeros((ROWS, 16), tl.float32)
+            acc4 = tl.zeros((ROWS, WIDE), KIND)
+            acc5 = tl.zeros((ROWS, WIDE), KIND)
+            acc6 = tl.zeros((ROWS, WIDE), KIND)
+            acc7 = tl.zeros((ROWS, WIDE), KIND)
         for step in range(0, span, DEPTH):
             k = part * span + step
-            from_x = x + row * depth + (k + d)[None]
-            if WHOLE_M and WHOLE_K:
-                x_tile = tl.load(from_x)
-            elif WHOLE_K:
-                x_tile = tl.load(from_x, mask=m[:, None], other=0.0)
-            else:
-                x_tile = tl.load(from_x, mask=m[:, None] & (d < depth - k)[None], other=0.0)
-            at = (k + d)[:, None] * 16 + n[None]
-            acc0 = _step(x_tile, w, panel, panels, depth, k, at, acc0, WHOLE_N, WHOLE_K, DEPTH)
-            acc1 = _step(x_tile, w, panel + 1, panels, depth, k, at, acc1, WHOLE_N, WHOLE_K, DEPTH)
-            acc2 = _step(x_tile, w, panel + 2, panels, depth, k, at, acc2, WHOLE_N, WHOLE_K, DEPTH)
-            acc3 = _step(x_tile, w, panel + 3, panels, depth, k, at, acc3, WHOLE_N, WHOLE_K, DEPTH)
+            x_tile = row_tile(x, row, m, depth, k, WHOLE_M, WHOLE_K, DEPTH)
+            at = (k + d)[:, None] * WIDE + n[None]
+            acc0 = _step(
+                x_tile, w, panel, panels, depth, k, at, acc0, WHOLE_N, WHOLE_K, DEPTH, WIDE
+            )
+            acc1 = _step(
+                x_tile, w, panel + 1, panels, depth, k, at, acc1, WHOLE_N, WHOLE_K, DEPTH, WIDE
+            )
+            acc2 = _step(
+                x_tile, w, panel + 2, panels, depth, k, at, acc2, WHOLE_N, WHOLE_K, DEPTH, WIDE
+            )
+            acc3 = _step(
+                x_tile, w, panel + 3, panels, depth, k, at, acc3, WHOLE_N, WHOLE_K, DEPTH, WIDE
+            )
             if PANELS == 8:
                 acc4 = _step(
-                    x_tile, w, panel + 4, panels, depth, k, at, acc4, WHOLE_N, WHOLE_K, DEPTH
+                    x_tile, w, panel + 4, panels, depth, k, at, acc4, WHOLE_N, WHOLE_K, DEPTH, WIDE
                 )
                 acc5 = _step(
-                    x_tile, w, panel + 5, panels, depth, k, at, acc5, WHOLE_N, WHOLE_K, DEPTH
+                    x_tile, w, panel + 5, panels, depth, k, at, acc5, WHOLE_N, WHOLE_K, DEPTH, WIDE
                 )
                 acc6 = _step(
-                    x_tile, w, panel + 6, panels, depth, k, at, acc6, WHOLE_N, WHOLE_K, DEPTH
+                    x_tile, w, panel + 6, panels, depth, k, at, acc6, WHOLE_N, WHOLE_K, DEPTH, WIDE
                 )
                 acc7 = _step(
-                    x_tile, w, panel + 7, panels, depth, k, at, acc7, WHOLE_N, WHOLE_K, DEPTH
+                    x_tile, w, panel + 7, panels, depth, k, at, acc7, WHOLE_N, WHOLE_K, DEPTH, WIDE
                 )
         to = out + part.to(tl.int64) * out_part
-        _put(to, row, m, panel, panels, out_row, acc0, WHOLE_N)
-        _put(to, row, m, panel + 1, panels, out_row, acc1, WHOLE_N)
-        _put(to, row, m, panel + 2, panels, out_row, acc2, WHOLE_N)
-        _put(to, row, m, panel + 3, panels, out_row, acc3, WHOLE_N)
+        _put(to, row, m, panel, panels, out_row, acc0, WHOLE_N, WIDE)
+        _put(to, row, m, panel + 1, panels, out_row, acc1, WHOLE_N, WIDE)
+        _put(to, row, m, panel + 2, panels, out_row, acc2, WHOLE_N, WIDE)
+        _put(to, row, m, panel + 3, panels, out_row, acc3, WHOLE_N, WIDE)
         if PANELS == 8:
-            _put(to, row, m, panel + 4, panels, out_row, acc4, WHOLE_N)
-            _put(to, row, m, panel + 5, panels, out_row, acc5, WHOLE_N)
-            _put(to, row, m, panel + 6, panels, out_row, acc6, WHOLE_N)
-            _put(to, row, m, panel + 7, panels, out_row, acc7, WHOLE_N)
+            _put(to, row, m, panel + 4, panels, out_row, acc4, WHOLE_N, WIDE)
+            _put(to, row, m, panel + 5, panels, out_row, acc5, WHOLE_N, WIDE)
+            _put(to, row, m, panel + 6, panels, out_row, acc6, WHOLE_N, WIDE)
+            _put(to, row, m, panel + 7, panels, out_row, acc7, WHOLE_N, WIDE)
     return (first + tiles * parts) % tl.num_programs(0)
 
 
@@ -191,7 +209,7 @@ def nz_products(
     PANELS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    first = _tiles(
+    first = panel_tiles(
         x,
         w0,
         out0,
@@ -210,7 +228,7 @@ def nz_products(
         DEPTH,
     )
     if w1 is not None:
-        first = _tiles(
+        first = panel_tiles(
             x,
             w1,
             out1,
@@ -229,7 +247,7 @@ def nz_products(
             DEPTH,
         )
     if w2 is not None:
-        first = _tiles(
+        first = panel_tiles(
             x,
             w2,
             out2,
@@ -248,7 +266,7 @@ def nz_products(
             DEPTH,
         )
     if w3 is not None:
-        _tiles(
+        panel_tiles(
             x,
             w3,
             out3,

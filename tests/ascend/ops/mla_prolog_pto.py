@@ -164,8 +164,8 @@ CONTROLS = (
     Control(
         "depth not masked",
         "product",
-        "mask=(tl.arange(0, DEPTH) < depth - k)[:, None], other=0.0",
-        "mask=(tl.arange(0, DEPTH) < DEPTH)[:, None], other=0.0",
+        "mask=(tl.arange(0, DEPTH) < depth - k)[:, None], other=ZERO",
+        "mask=(tl.arange(0, DEPTH) < DEPTH)[:, None], other=ZERO",
         "uneven, 18 tokens",
     ),
     Control(

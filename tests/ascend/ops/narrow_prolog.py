@@ -418,16 +418,16 @@ CASES = (
 CONTROLS = (
     Control(
         "the other panel's columns",
-        "narrow_product",
+        "product",
         "panel + 2, panels, depth",
         "panel + 1, panels, depth",
         "int8, uneven, 18 tokens",
     ),
     Control(
         "depth not masked",
-        "narrow_product",
-        "mask=(tl.arange(0, DEPTH) < depth - k)[:, None], other=0",
-        "mask=(tl.arange(0, DEPTH) < DEPTH)[:, None], other=0",
+        "product",
+        "mask=(tl.arange(0, DEPTH) < depth - k)[:, None], other=ZERO",
+        "mask=(tl.arange(0, DEPTH) < DEPTH)[:, None], other=ZERO",
         "int8, uneven, 18 tokens",
     ),
     Control(
