@@ -3,7 +3,7 @@
 """Attention's output turned back and projected, the first product a group of heads at a time; rnd
 rounds to the dtype of attn_out.
 
-    turn_back       vector cores   o = rnd(RoPE^-1(attn_out)), a group's heads as one matrix
+    turn_back       vector cores   o = rnd(RoPE^-1(attn_out)); a layer's in place
     group_products  cube           rnd(o W_o_a[g]) of all groups, one beside the other
     prolog/product  cube           rnd(.. W_o_b)
 
@@ -26,45 +26,43 @@ from .last_rotation import angles, not_turned, turned
 _CACHED = 3  # how many times as fast the cache is as the memory
 
 
-@entry.jit(do_not_specialize=["rows", "groups", "heads"])
+@entry.jit(do_not_specialize=["rows", "heads"])
 def turn_back(
     x,
     sin,
     cos,
     out,
     rows,
-    groups,
     heads,
     SIZE: tl.constexpr,
     ROTARY: tl.constexpr,
     WHOLE: tl.constexpr,
+    APART: tl.constexpr,
     HEAD_TILE: tl.constexpr,
 ):
-    """x [rows, groups, heads, SIZE] with its last ROTARY dims turned back: out [groups, rows,
-    heads, SIZE]."""
+    """x [rows, heads, SIZE] with its last ROTARY dims turned back; the others are copied where
+    `out` is APART from x."""
     PLAIN: tl.constexpr = SIZE - ROTARY
     r = tl.arange(0, ROTARY)[None]
     tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
     dtype = out.dtype.element_ty
-    for work in range(tl.program_id(0), rows * groups * tiles, tl.num_programs(0)):
-        of_row = work // tiles
-        row = of_row // groups
-        group = of_row - row * groups
-        h = (work - of_row * tiles) * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
+        row = work // tiles
+        h = (work - row * tiles) * HEAD_TILE + tl.arange(0, HEAD_TILE)
         there = (h < heads)[:, None]
         h = h[:, None] * SIZE
-        at = x + of_row.to(tl.int64) * heads * SIZE + h
-        to = out + (group.to(tl.int64) * rows + row) * heads * SIZE + h
+        at = x + row.to(tl.int64) * heads * SIZE + h
+        to = out + row.to(tl.int64) * heads * SIZE + h
         s, c = angles(sin + row.to(tl.int64) * ROTARY, cos + row.to(tl.int64) * ROTARY, ROTARY)
-        if PLAIN > 0:
+        if PLAIN > 0 and APART:
             p = tl.arange(0, PLAIN)[None]
         if WHOLE:
             both = tl.load(at + PLAIN + r)
-            if PLAIN > 0:
+            if PLAIN > 0 and APART:
                 tl.store(to + p, tl.load(at + p))
         else:
             both = tl.load(at + PLAIN + r, mask=there, other=0.0)
-            if PLAIN > 0:
+            if PLAIN > 0 and APART:
                 tl.store(to + p, tl.load(at + p, mask=there, other=0.0), mask=there)
         left, right = tl.split(both.reshape(HEAD_TILE, ROTARY // 2, 2))
         both = turned(left.to(tl.float32), right.to(tl.float32), -s[None], c[None])
@@ -91,13 +89,13 @@ def group_products(
     PANELS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """x [groups, rows, depth] by NZ w [groups, columns / 16, depth, 16]: out [rows, groups,
+    """x [rows, groups, depth] by NZ w [groups, columns / 16, depth, 16]: out [rows, groups,
     columns]."""
     first = rows * 0
     for group in range(0, groups):
         g = group.to(tl.int64)
         first = panel_tiles(
-            x + g * rows * depth,
+            x + g * depth,
             w + g * columns * depth,
             out + g * columns,
             columns,
@@ -113,6 +111,7 @@ def group_products(
             ROWS,
             PANELS,
             DEPTH,
+            x_row=groups * depth,
         )
 
 
@@ -129,65 +128,70 @@ def forward(
     attn_out: Tensor,
     w_o_a: Tensor,
     w_o_b: Tensor,
-    rope_sin: Tensor,
-    rope_cos: Tensor,
+    rope_sin: Tensor | None,
+    rope_cos: Tensor | None,
     weight_format: str,
     **_: Any,
 ) -> Tensor:
+    """Without sines and cosines `attn_out` is turned back already."""
     front, dtype, device = attn_out.shape[:2], attn_out.dtype, attn_out.device
     hidden, ranks = (nz.columns_of(w, weight_format) for w in (w_o_b, w_o_a))
     groups = w_o_a.shape[0]
     out = memory.empty((*front, hidden), dtype, device)
-    x, sin, cos = (each.flatten(0, 1) for each in (attn_out, rope_sin, rope_cos))
+    x = attn_out.flatten(0, 1)
+    angles = [y.flatten(0, 1) for y in (rope_sin, rope_cos) if y is not None]
     tokens, heads, size = x.shape
     at_once = tiling.at_once(tokens, (heads * size + groups * ranks) * dtype.itemsize)
     for first in range(0, tokens, at_once):
         here = slice(first, first + at_once)
-        turned = _turned_back(x[here], sin[here], cos[here], groups)
-        middle = memory.empty((turned.shape[1], groups, ranks), dtype, device)
+        turned = x[here]
+        if angles:
+            turned = _turned_back(turned, *(y[here] for y in angles))
+        turned = turned.view(-1, groups, heads // groups * size)
+        middle = memory.empty((turned.shape[0], groups, ranks), dtype, device)
         if w_o_a.ndim == 5 or nz.is_nz(w_o_a[0], weight_format):
             _by_groups(turned, w_o_a, middle)
         else:
-            product.heads(turned.transpose(0, 1), w_o_a, middle, weight_format == "linear")
+            product.heads(turned, w_o_a, middle, weight_format == "linear")
         product.weights(middle.flatten(1), [(w_o_b, out.flatten(0, 1)[here])], weight_format)
     return out
 
 
-def turned_back(attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor) -> Tensor:
+def turned_back(
+    attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor, in_place: bool = False
+) -> Tensor:
     """What `forward` multiplies, by itself."""
     if attn_out.numel() == 0:
         return attn_out
-    x, sin, cos = (each.flatten(0, 1) for each in (attn_out, rope_sin, rope_cos))
-    return _turned_back(x, sin, cos, 1).view(attn_out.shape)
+    x, *angles = (each.flatten(0, 1) for each in (attn_out, rope_sin, rope_cos))
+    return _turned_back(x, *angles, in_place).view(attn_out.shape)
 
 
-def _turned_back(x: Tensor, sin: Tensor, cos: Tensor, groups: int) -> Tensor:
-    """x [M, N, D] as [groups, M, N / groups * D]."""
+def _turned_back(x: Tensor, sin: Tensor, cos: Tensor, in_place: bool = False) -> Tensor:
+    """x [M, N, D]."""
     rows, heads, size = x.shape
-    each = heads // groups
-    out = memory.empty((groups, rows, each * size), x.dtype, x.device)
+    out = x if in_place else memory.empty(x.shape, x.dtype, x.device)
     config = tune.only("grouped_o_proj_pto.turn_back", size)
     tile = config.tiles["HEAD_TILE"]
-    works = rows * groups * -(-each // tile)
-    turn_back[(min(works, cores.vector()),)](
+    turn_back[(min(rows * -(-heads // tile), cores.vector()),)](
         x,
         sin,
         cos,
         out,
         rows,
-        groups,
-        each,
+        heads,
         SIZE=size,
         ROTARY=sin.shape[-1],
-        WHOLE=each % tile == 0,
+        WHOLE=heads % tile == 0,
+        APART=not in_place,
         **config.keywords,
     )
     return out
 
 
 def _by_groups(x: Tensor, w: Tensor, out: Tensor) -> None:
-    """x [groups, M, K] by NZ [groups, K, N]: out [M, groups, N]."""
-    (groups, rows, depth), columns = x.shape, out.shape[2]
+    """x [M, groups, K] by NZ [groups, K, N]: out [M, groups, N]."""
+    (rows, groups, depth), columns = x.shape, out.shape[2]
     config = _config(groups, rows, depth, columns)
     group_products[(min(groups * _tile_count(rows, columns, config), cores.cube()),)](
         x,

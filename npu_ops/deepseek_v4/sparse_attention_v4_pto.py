@@ -72,9 +72,13 @@ class _Layer(layer_v4.Layer):
         if self.idx_k is not None:
             indices = self.selected(stages, prolog.query_index, prolog.weights)
         of_attention = self.of_attention(prolog.query, indices)
-        out = stages.sparse_attn_sharedkv(**of_attention, plan=sees.plan)[0]
-        last, given = self.output(stages, out)
-        done: Tensor = last(**given)
+        out: Tensor = stages.sparse_attn_sharedkv(**of_attention, plan=sees.plan)[0]
+        # a stage of its own: what is begun anew behind it must not turn again
+        out = stages.turned_back(out, self.sin, self.cos, in_place=True)
+        if self.w_o_a is None:
+            return out
+        turned = dict(rope_sin=None, rope_cos=None)
+        done: Tensor = stages.grouped_o_proj(**self.of_output(out) | turned)
         return done
 
     def compress(self, stages: layer_v4.Stages) -> None:

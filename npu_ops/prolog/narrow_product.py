@@ -161,7 +161,7 @@ def nd_sums(
         row = row.to(tl.int64)[:, None]
         acc = tl.zeros((ROWS, COLUMNS), tl.int32)
         for k in range(0, depth, DEPTH):
-            x_tile = row_tile(x, row, m, depth, k, WHOLE_M, WHOLE_K, DEPTH)
+            x_tile = row_tile(x, row, m, depth, k, depth, WHOLE_M, WHOLE_K, DEPTH)
             if TURNED:
                 from_w = w + column[:, None].to(tl.int64) * depth + (k + d)[None]
                 there = n[:, None] & (d < depth - k)[None]

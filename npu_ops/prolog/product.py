@@ -72,12 +72,12 @@ def _put(out, row, m, panel, panels, columns, acc, WHOLE_N: tl.constexpr, WIDE: 
 
 @triton.jit
 def row_tile(
-    x, row, m, depth, k, WHOLE_M: tl.constexpr, WHOLE_K: tl.constexpr, DEPTH: tl.constexpr
+    x, row, m, depth, k, x_row, WHOLE_M: tl.constexpr, WHOLE_K: tl.constexpr, DEPTH: tl.constexpr
 ):
     """DEPTH numbers from k on of rows of `depth`, 0 where there are none."""
     ZERO: tl.constexpr = 0 if x.dtype.element_ty == tl.int8 else 0.0
     d = tl.arange(0, DEPTH)
-    at = x + row * depth + (k + d)[None]
+    at = x + row * x_row + (k + d)[None]
     if WHOLE_M and WHOLE_K:
         tile = tl.load(at)
     elif WHOLE_K:
@@ -106,9 +106,11 @@ def panel_tiles(
     PANELS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDE: tl.constexpr = 16,
+    x_row=None,
 ):
     """The tiles of one weight, of which core `first` takes the first; the core where they end.
-    Panels of 32 columns are int8, summed up in int32."""
+    Panels of 32 columns are int8, summed up in int32.  `x_row`: from row to row of x, where they
+    lie apart."""
     KIND: tl.constexpr = tl.int32 if WIDE == 32 else tl.float32
     panels = columns // WIDE
     across = (panels + PANELS - 1) // PANELS
@@ -116,6 +118,8 @@ def panel_tiles(
     span = depth // parts
     n = tl.arange(0, WIDE)
     d = tl.arange(0, DEPTH)
+    if x_row is None:
+        x_row = depth
     for work in range(turn(first), tiles * parts, tl.num_programs(0)):
         part = work // tiles
         tile = work % tiles
@@ -134,7 +138,7 @@ def panel_tiles(
             acc7 = tl.zeros((ROWS, WIDE), KIND)
         for step in range(0, span, DEPTH):
             k = part * span + step
-            x_tile = row_tile(x, row, m, depth, k, WHOLE_M, WHOLE_K, DEPTH)
+            x_tile = row_tile(x, row, m, depth, k, x_row, WHOLE_M, WHOLE_K, DEPTH)
             at = (k + d)[:, None] * WIDE + n[None]
             acc0 = _step(
                 x_tile, w, panel, panels, depth, k, at, acc0, WHOLE_N, WHOLE_K, DEPTH, WIDE

@@ -157,7 +157,7 @@ def _deepseek_v4() -> Iterator[Choice]:
     yield Choice("compressor", "forward", given, "project", dict(ROWS=16, programs=2))
 
     # 3 groups of 5 tiles each, a core's one
-    given = dict(x=_t(3, 20, 512), out=_t(20, 3, 640))
+    given = dict(x=_t(20, 3, 512), out=_t(20, 3, 640))
     wanted = dict(ROWS=32, PANELS=8, WHOLE_M=False, WHOLE_K=True, programs=15)
     yield Choice("grouped_o_proj_pto", "_by_groups", given, "group_products", wanted)
 

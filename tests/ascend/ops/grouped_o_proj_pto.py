@@ -113,7 +113,7 @@ CONTROLS = (
         "1 token, all dims turn",
     ),
     Control(
-        "a head of the next group",
+        "a head of the next token",
         OP[4:],
         "there = (h < heads)[:, None]",
         "there = (h < HEAD_TILE)[:, None]",
@@ -129,8 +129,8 @@ CONTROLS = (
     Control(
         "every round the first tokens",
         OP[4:],
-        "_turned_back(x[here], sin[here]",
-        "_turned_back(x[:2][: x[here].shape[0]], sin[here]",
+        "turned = x[here]",
+        "turned = x[:2][: x[here].shape[0]]",
         "rounds of 2 tokens",
     ),
 )

@@ -288,6 +288,27 @@ CONTROLS = (
         )
     ),
     Control(
+        "turned again where the projection is begun anew",
+        OP[4:],
+        """        out = stages.turned_back(out, self.sin, self.cos, in_place=True)
+        if self.w_o_a is None:
+            return out
+        turned = dict(rope_sin=None, rope_cos=None)
+        done: Tensor = stages.grouped_o_proj(**self.of_output(out) | turned)
+        return done
+""",
+        """
+        def last() -> Tensor:
+            grouped_o_proj_pto.turned_back(out, self.sin, self.cos, in_place=True)
+            turned = dict(rope_sin=None, rope_cos=None)
+            return grouped_o_proj_pto.forward(**self.of_output(out) | turned)
+
+        return tune.stage(last)
+""",
+        "CSA, a chunk longer than the ring",
+        "refuse",
+    ),
+    Control(
         "index keys without ape",
         OP[4:],
         "_Layer(**arguments).run(STAGES)",
