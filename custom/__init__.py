@@ -36,7 +36,6 @@ from .attention import (  # noqa: E402
     npu_fused_attention,
     npu_fused_infer_attention_score_v2,
 )
-from .attention import attention, npu_fused_attention  # noqa: E402
 from .block_sparse import npu_block_indexer, npu_sparse_attention_score  # noqa: E402
 from .compression import compressor, entry_positions, npu_compressor  # noqa: E402
 from .convolution import (  # noqa: E402

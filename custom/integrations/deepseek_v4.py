@@ -263,7 +263,7 @@ class V4Caches:
         check_page(page_size)
         numbers = list(range(config.num_hidden_layers)) if layers is None else layers
         ratios = [_ratio_of(config, number) for number in numbers]
-        self.page_size = _page_of(page_size, {ratio for ratio in ratios if ratio})
+        self.page_size = page_of(page_size, {ratio for ratio in ratios if ratio})
         self.window: int = config.sliding_window
         self.drafts = drafts
         self._random = torch.Generator().manual_seed(seed)
@@ -394,7 +394,9 @@ class V4Caches:
         return found
 
 
-def _page_of(page_size: int, ratios: set[int]) -> int:
+def page_of(page_size: int, ratios: set[int]) -> int:
+    """The next size from `page_size` on whose pages of entries, for each ratio, are legal."""
+
     def holds(page: int, ratio: int) -> bool:
         return page % ratio == 0 and (page // ratio in _RATIOS_OF_PAGES or page // ratio % 16 == 0)
 

@@ -160,7 +160,7 @@ def sparse_attention_weights(
             f"{type(module).__name__} has none: it shares the selection of layer {owner}. Use "
             "shared_attention_weights and npu_sparse_attention_shared_pto."
         )
-    shared = _shared(m, conventions, weight_format)
+    shared = shared_of(m, conventions, weight_format)
     indexer = m.indexer
     weights, scales, mode = projections(
         m, _dtype(m), dict(idx_k=indexer.wk), dict(idx_qb=indexer.wq_b)
@@ -202,7 +202,7 @@ def shared_attention_weights(
         NotSupported: the layer is none that the op computes.
     """
     m, conventions = _supported(module)
-    return _shared(m, conventions, format_of(m.q_a_proj.weight, weight_format))
+    return shared_of(m, conventions, format_of(m.q_a_proj.weight, weight_format))
 
 
 def _supported(module: nn.Module) -> tuple[Any, dict[str, bool]]:
@@ -433,7 +433,8 @@ def format_of(weight: Tensor, weight_format: str | None) -> str:
     return weight_format or ("nz" if weight.device.type == "npu" else "linear")
 
 
-def _shared(m: Any, conventions: dict[str, bool], weight_format: str) -> SharedAttentionWeights:
+def shared_of(m: Any, conventions: dict[str, bool], weight_format: str) -> SharedAttentionWeights:
+    """Of any module whose projections have these names."""
     weights, scales, mode = projections(
         m,
         _dtype(m),

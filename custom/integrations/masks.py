@@ -150,6 +150,36 @@ def texts(
     )
 
 
+def padded(mask: Any, requests: int, tokens: int, before: Tensor | None) -> Texts:
+    """Of a mask [B, S] that says where there is a token, and hides nothing else.
+
+    `before` [B, T - S] says so of the cached columns.  A text lies in one piece.  Waits for the
+    device, but in a graph, where padding has to be on the left.
+    """
+    wanted = [requests, tokens]
+    if not isinstance(mask, Tensor) or list(mask.shape) != wanted:
+        came = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise NotSupported(
+            f"{WHERE} reads a mask {wanted} of this layer's tokens, and `attention_mask` is {came}."
+            " Leave it to the model to make it."
+        )
+    there = mask.bool()
+    valid = there if before is None else torch.cat([before, there], 1)
+    lengths = valid.sum(-1, dtype=torch.int32)
+    at_the_end = (valid[:, 1:] >= valid[:, :-1]).all()
+    if not _may_wait(there):
+        return Texts(lengths, there, valid, unread=at_the_end)
+    if at_the_end:
+        return Texts(lengths, there, valid)
+    if before is not None or not _in_one_piece(there):
+        raise NotSupported(
+            f"{WHERE} serves requests padded on the left, or without a next pass on the right; "
+            f"`attention_mask` {wanted} has padding elsewhere. Pad on the left."
+        )
+    number = torch.arange(requests, device=there.device)[:, None].expand_as(there)
+    return _moved(valid, there, number, there.cumsum(-1) - 1, requests, lengths.long(), False)
+
+
 def check_positions(found: Texts, position_ids: Tensor | None, cached: int) -> Texts:
     """`found`, if `position_ids` [B or 1, S] count the tokens of each text, or the columns."""
     if position_ids is None:

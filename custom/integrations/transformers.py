@@ -49,7 +49,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
-from . import deepseek_v4_model  # noqa: E402
+from . import deepseek_v4_model, glm5_next  # noqa: E402
 from .attention import register  # noqa: E402
 from .cached import PagedLayer, refuse_what_differs, takes_cache  # noqa: E402
 from .deepseek_v4 import (  # noqa: E402
@@ -549,9 +549,9 @@ def use(
     drafts: int = 16,
     dequantise: bool | None = None,
 ) -> Iterator[None]:
-    """Run DeepSeek-V3.2's, DeepSeek-V4's and GLM-5's attention, DeepSeek-V4's hyper-connections,
-    and the linear attention of Qwen3-Next, Qwen3.5, Kimi-Linear, GLM-5.3-Flash and Ling-3.0, by our
-    ops inside the context.
+    """Run DeepSeek-V3.2's, DeepSeek-V4's, GLM-5's and GLM-5.3-Flash's attention, DeepSeek-V4's
+    hyper-connections, and the linear attention of Qwen3-Next, Qwen3.5, Kimi-Linear, GLM-5.3-Flash
+    and Ling-3.0, by our ops inside the context.
 
     Every such model of the process is concerned; on exit their own code is back. Padding may be on
     either side of a text or inside; linear attention with a cache wants it on the left, as the
@@ -568,7 +568,7 @@ def use(
             "nz": copies, for an NPU, and for Hopper, whose products of few tokens they make faster.
             None: "nz" on an NPU, else "linear".
         page_size: positions a page, a multiple of 16.
-        drafts: tokens that a cache of DeepSeek-V4 can take back.
+        drafts: tokens that a cache of DeepSeek-V4 or GLM-5.3-Flash can take back.
         dequantise: DeepSeek-V4's projections of 8 bits. False: they stay as they are, and what
             they meet is quantised. True: what they stand for. None: True on an NPU, else False.
 
@@ -593,6 +593,10 @@ def use(
             deepseek_v4_model.attention_forward(weight_format, page_size, drafts, dequantise),
         ),
         *deepseek_v4_model.FORWARDS,
+        (
+            modeling_glm5_next.Glm5NextTextAttention,
+            glm5_next.attention_forward(weight_format, page_size, drafts),
+        ),
         *_LINEAR,
     ]
     with _entering:

@@ -153,7 +153,7 @@ def slowly(model):
     return model
 
 
-def glm5_next():
+def glm5_next(**changes):
     """Three layers of KDA whose decay is bounded, and one of pools of keys."""
     text = dict(
         vocab_size=128,
@@ -177,6 +177,7 @@ def glm5_next():
         mlp_layer_types=["dense"] * 4,
         **ROUTED,
     )
+    text |= changes
     vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64)
     return made(
         "Glm5NextForConditionalGeneration",

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Transformers' GLM-5.3-Flash inside `use()`: attention over latents without a rotary part, of
+pools of tokens that an indexer chooses.
+
+    c = RMSNorm(x W_dq)    pool w of m tokens: sum softmax_t(x_t W_g + ape) LayerNorm(x_t W_k)
+    index: sum_h a[h] relu(q[h] . pool)    attention: the tokens of the best pools and the open one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..compression import npu_compressor
+from ..dispatch.errors import NotSupported
+from ..sparse_attention import (
+    npu_lightning_indexer,
+    npu_mla_prolog_pto,
+    npu_sparse_flash_attention,
+)
+from .cached import PagedLayer, refuse_what_differs, takes_cache
+from .deepseek_v4 import page_of
+from .dsa import SharedAttentionWeights, check_format, format_of, shared_of
+from .masks import WHERE, OncePerForward, Texts, padded
+from .paged import check_page, more_pages, more_room, token_positions
+
+from transformers.cache_utils import Cache, DynamicIndexedLayer  # isort: skip  # as the others
+from transformers.models.glm5_next import modeling_glm5_next  # isort: skip
+
+_new_layer: Any = DynamicIndexedLayer
+_glm: Any = modeling_glm5_next  # its functions are not typed
+
+
+class PoolLayerCaches(NamedTuple):
+    """Of a layer; pools and states are None where it takes over another layer's selection."""
+
+    kv: Tensor  # [pages, P, 1, R] latents
+    kr: Tensor  # [pages, P, 1, 0]
+    pools: Tensor | None  # [pages, P / m, 1, Di]
+    states: Tensor | None  # [requests, ring, 2 Di]
+
+
+class PoolCaches:
+    """Pages of latents and of pools, which share a block table, and a ring of states a request.
+
+    Args:
+        config: of the text model.
+        layers: numbers of layers with sparse attention.
+        drafts: tokens that may be taken back.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layers: list[int],
+        *,
+        requests: int,
+        capacity: int,
+        page_size: int,
+        drafts: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        m, size = config.index_kpool, config.index_head_dim
+        self.page_size, self.drafts = page_of(page_size, {m}), drafts
+        self._random = torch.Generator().manual_seed(0)
+        self.block_table = torch.empty(requests, 0, dtype=torch.int32, device=device)
+        self.state_table = torch.arange(requests, dtype=torch.int32, device=device)[:, None]
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+
+        def pool(rows: int, width: int) -> Tensor:
+            return torch.zeros(0, rows, 1, width, dtype=dtype, device=device)
+
+        self.layers = []
+        for layer in layers:
+            caches = PoolLayerCaches(
+                pool(self.page_size, config.kv_lora_rank), pool(self.page_size, 0), None, None
+            )
+            if config.indexer_types[layer] != "shared":
+                ring = max(1, m - 1 + drafts)  # a call has its own tokens in hand
+                states = torch.zeros(requests, ring, 2 * size, dtype=wide, device=device)
+                caches = caches._replace(pools=pool(self.page_size // m, size), states=states)
+            self.layers.append(caches)
+        self.reserve(capacity)
+
+    @property
+    def capacity(self) -> int:
+        """Positions that a request can have."""
+        return self.block_table.shape[1] * self.page_size
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` positions a request; what is cached stays where it is."""
+        columns = -(-capacity // self.page_size)
+        self.block_table, pages = more_pages(self.block_table, columns, self._random)
+        self.layers = [
+            each._replace(
+                kv=more_room(each.kv, pages),
+                kr=more_room(each.kr, pages),
+                pools=more_room(each.pools, pages),
+            )
+            for each in self.layers
+        ]
+
+
+class _PoolLayer(PagedLayer):  # type: ignore[no-untyped-call]
+    """Takes back as many tokens as the rings hold beyond what the next one reads."""
+
+    def __init__(self, caches: PoolCaches, index: int) -> None:
+        super().__init__(caches, index, _attended)
+        self.most = 0  # tokens that were ever there
+
+    def append(self, tokens: int) -> PoolLayerCaches:
+        pools: PoolLayerCaches = super().append(tokens)
+        self.most = max(self.most, self.tokens)
+        return pools
+
+    def crop(self, tokens_to_remove: int) -> None:
+        left, drafts = self._left(tokens_to_remove), self.caches.drafts
+        if left and self.most - left > drafts:
+            raise NotSupported(
+                f"{WHERE}: the cache of a GLM-5.3 model takes back the last {drafts} tokens, and "
+                f"{self.most - left} are to go. Enter use(drafts=...) with as many."
+            )
+        self.tokens = left
+
+    def reset(self) -> None:
+        self.tokens = self.most = 0
+
+
+class _State(NamedTuple):
+    module: Any
+    w: SharedAttentionWeights
+    caches: PoolCaches
+    pools: PoolLayerCaches
+    block_table: Tensor
+
+
+def _chosen(s: _State, x: Tensor, query_norm: Tensor, lengths: Tensor) -> Tensor:
+    """Pools [B, S, 1, k + 1] of every token; those that these tokens close are stored first."""
+    index, pools = s.module.indexer, s.pools
+    assert pools.pools is not None and pools.states is not None
+    wide = pools.states.dtype
+    npu_compressor(
+        x,
+        index.wk.weight.to(x.dtype),
+        index.index_kpool_compress_gate.to(x.dtype),
+        pools.states,
+        index.index_kpool_compress_ape.to(wide),
+        None,
+        None,
+        None,
+        0,
+        index.index_kpool,
+        state_block_table=s.caches.state_table,
+        start_pos=lengths - x.shape[1],
+        cache_mode=2,
+        cmp_cache=pools.pools,
+        cmp_block_table=s.block_table,
+        return_cmp_kv=False,
+        ln_weight=index.k_norm.weight.to(wide),
+        ln_bias=index.k_norm.bias.to(wide),
+        ln_eps=index.k_norm.eps,
+    )
+    query = index.wq_b(query_norm).unflatten(-1, (index.n_heads, index.head_dim))
+    weights = index.weights_proj(x.to(index.weights_proj.weight.dtype)).to(x.dtype)
+    chosen, _ = npu_lightning_indexer(
+        query,
+        pools.pools,
+        weights,
+        actual_seq_lengths_key=lengths,
+        block_table=s.block_table,
+        layout_key="PA_BSND",
+        sparse_count=index.index_topk // index.index_kpool,
+        cmp_ratio=index.index_kpool,
+        select_tail=True,
+    )
+    return chosen
+
+
+def _attended(
+    state: tuple[Any, ...], x: Tensor, lengths: Tensor, there: Tensor, chosen: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(what the attention adds, the pools that it attends to)"""
+    s = _State(*state)
+    w, page = s.w, s.caches.page_size
+    positions = token_positions(lengths, x.shape[1])
+    safe = positions.clamp(min=0).long()
+    slots = s.block_table.gather(1, safe // page) * page + safe % page
+    none = x.new_empty(*x.shape[:2], 0)
+    query, _, query_norm = npu_mla_prolog_pto(
+        x,
+        w.dq,
+        w.uq_qr,
+        w.uk,
+        w.dkv_kr,
+        w.gamma_cq,
+        w.gamma_ckv,
+        none,
+        none,
+        s.pools.kv,
+        s.pools.kr,
+        slots.where(there, -1).to(torch.int32),
+        rmsnorm_epsilon_cq=w.options["rms_norm_eps"],
+        rmsnorm_epsilon_ckv=w.options["rms_norm_eps"],
+        weight_format=w.options["weight_format"],
+    )
+    if s.module.indexer is not None:
+        chosen = _chosen(s, x, query_norm, lengths)
+    elif chosen is None:
+        raise ValueError(
+            f"{WHERE}: `prev_topk_indices` is None, expected the selection that layer "
+            f"{s.module.layer_idx} shares. Pass the third result of the layer before it."
+        )
+    latent, _, _ = npu_sparse_flash_attention(
+        query,
+        s.pools.kv,
+        None,
+        chosen,
+        w.options["softmax_scale"],
+        block_table=s.block_table,
+        actual_seq_lengths_kv=lengths,
+        sparse_block_size=s.module.config.index_kpool,
+        layout_kv="PA_BSND",
+    )
+    return s.module.o_proj(w.values(latent)), chosen
+
+
+def _weights(module: Any, weight_format: str | None) -> SharedAttentionWeights:
+    index = module.indexer
+    if index is not None and not (index.index_kpool > 1 and index.index_kpool_always_select_tail):
+        raise NotSupported(
+            f"{WHERE} chooses pools of 2 tokens or more and the open one; this model has "
+            f"index_kpool={index.index_kpool}, index_kpool_always_select_tail="
+            f"{index.index_kpool_always_select_tail}. Run it outside."
+        )
+    kind = format_of(module.q_a_proj.weight, weight_format)
+    w = shared_of(module, dict(rope_interleaved=False), kind)
+    if "weight_quant_mode" in w.options:
+        raise NotSupported(
+            f"{WHERE} serves GLM-5.3's projections in 16 or 32 bits, and these are of 8. "
+            "Dequantise them."
+        )
+    return w
+
+
+def _layers_of(config: Any) -> list[int]:
+    return [i for i, kind in enumerate(config.layer_types) if kind != "linear_attention"]
+
+
+def _taken_over(cache: Cache | None, module: Any, x: Tensor, options: dict[str, int]) -> _PoolLayer:
+    """The layer's cache, after taking over a new one's layers of sparse attention, all at once."""
+    numbers = [module.layer_idx] if cache is None else _layers_of(module.config)
+    layers: Any = {module.layer_idx: _new_layer()} if cache is None else cache.layers
+    layer = layers[module.layer_idx]
+    if isinstance(layer, _PoolLayer):
+        return layer
+    came = [layers[each] for each in numbers]
+    if any(type(each) is not DynamicIndexedLayer or each.get_seq_length() for each in came):
+        raise NotSupported(
+            f"{WHERE} takes over a DynamicCache that is still empty; got {type(cache).__name__} "
+            f"with {layer} of {layer.get_seq_length()} tokens. Leave the cache out, or pass "
+            "DynamicCache(config=model.config)."
+        )
+    caches = PoolCaches(
+        module.config,
+        numbers,
+        requests=x.shape[0],
+        capacity=x.shape[1],
+        dtype=x.dtype,
+        device=x.device,
+        **options,
+    )
+    for index, number in enumerate(numbers):
+        layers[number] = _PoolLayer(caches, index)
+    taken: _PoolLayer = layers[module.layer_idx]
+    return taken
+
+
+def _read(mask: Any, requests: int, tokens: int, valid: Tensor | None, cached: int) -> Texts:
+    return padded(mask, requests, tokens, None if valid is None else valid[:, :cached])
+
+
+def attention_forward(
+    weight_format: str | None, page_size: int, drafts: int
+) -> Callable[..., tuple[Tensor, None, Tensor | None]]:
+    """The forward of `Glm5NextTextAttention`, which hands its selection on as a third result."""
+    check_format(weight_format)
+    check_page(page_size)
+    converted: WeakKeyDictionary[nn.Module, SharedAttentionWeights] = WeakKeyDictionary()
+    read, options = OncePerForward(_read), dict(page_size=page_size, drafts=drafts)
+
+    @takes_cache
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        prev_topk_indices: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None, Tensor | None]:
+        requests, tokens, _hidden = hidden_states.shape
+        refuse_what_differs(self, others)
+        w = converted.get(self)
+        if w is None or (w.uk.dtype, w.uk.device) != (hidden_states.dtype, hidden_states.device):
+            w = converted[self] = _weights(self, weight_format)
+        layer, cached, valid = None, 0, None
+        if cache is not None:
+            layer = _taken_over(cache, self, hidden_states, options)
+            cached, valid = layer.tokens, layer.valid
+        found = read(self.layer_idx, attention_mask, requests, tokens, valid, cached)
+        x = found.gathered(hidden_states).contiguous()
+        if layer is None:
+            layer = _taken_over(None, self, x, options)
+        pools = layer.append(tokens)
+        layer.valid = found.valid
+        chosen = None if prev_topk_indices is None else found.gathered(prev_topk_indices)
+        state = _State(self, w, layer.caches, pools, layer.caches.block_table)
+        out, indices = layer.attend(tuple(state), x, found.lengths, found.there, chosen)
+        out = found.vouched(found.scattered(out, tokens))
+        return out, None, found.scattered(indices, tokens) if self.next_skip_topk else None
+
+    return forward
