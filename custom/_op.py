@@ -56,7 +56,7 @@ def takes_lists(*names: str) -> Callable[[Public], Public]:
             first = args[0] if args else kwargs.get("query")
             for each in names:
                 value = kwargs.get(each)
-                if _is_list(value) and isinstance(first, torch.Tensor):
+                if value is not None and _is_list(value) and isinstance(first, torch.Tensor):
                     kwargs[each] = _on_device(name, each, value, first.device)
             return function(*args, **kwargs)
 

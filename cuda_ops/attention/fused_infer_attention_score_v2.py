@@ -11,7 +11,7 @@ Few rows: a tile's keys are split into parts of equal length, whose number follo
 alone, and _merge puts the parts together in order.
 
     condition                                         kernels
-    fewer tiles of rows than half of the processors,  _attend then _merge
+    fewer tiles of rows than half of the SMs,  _attend then _merge
       keys for two parts or more
     else                                              _attend
 """

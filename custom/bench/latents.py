@@ -94,7 +94,9 @@ def _installed(package: str, arguments: Arguments) -> bool:
 def _rows(arguments: Arguments) -> torch.Tensor:
     """Latents with their rotary parts, as they lie in memory."""
     key = arguments["key"]
-    return key.as_strided([*key.shape[:-1], R + DR], key.stride(), key.storage_offset())
+    whole = [*key.shape[:-1], R + DR]
+    out: torch.Tensor = key.as_strided(whole, key.stride(), key.storage_offset())
+    return out
 
 
 def _flash_mla(arguments: Arguments) -> Callable[[], Any] | None:
@@ -124,7 +126,7 @@ def _flash_mla(arguments: Arguments) -> Callable[[], Any] | None:
 def _flash_attention_3(arguments: Arguments) -> Callable[[], Any] | None:
     if not _installed("vllm", arguments):
         return None
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
+    flash_attn_varlen_func = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
 
     query, rope = (arguments[name].flatten(0, 1) for name in ("query", "query_rope"))
     batch, length = arguments["query"].shape[:2]

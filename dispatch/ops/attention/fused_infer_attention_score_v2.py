@@ -263,7 +263,7 @@ def _is_same(key: Tensor, value: Tensor) -> bool:
     if is_real(key) and is_real(value):
         return key.data_ptr() == value.data_ptr()
     storages = (StorageWeakRef(x.untyped_storage()) for x in (key, value))
-    return next(storages) == next(storages)
+    return bool(next(storages) == next(storages))
 
 
 def _queries(c: Checker, x: Arguments) -> None:

@@ -55,7 +55,8 @@ def _of_blocks(products: Tensor, block: int) -> Tensor:
     """[t, N, blocks] of products [t, N, positions]."""
     behind = -products.shape[-1] % block
     padded = torch.nn.functional.pad(products, (0, behind), value=-torch.inf)
-    return padded.unflatten(-1, (-1, block)).amax(-1)
+    out: Tensor = padded.unflatten(-1, (-1, block)).amax(-1)
+    return out
 
 
 def _forced(score: Tensor, limit: Tensor, block: int, x: Arguments) -> Tensor:
