@@ -100,6 +100,9 @@ TABLE: dict[str, tuple[Config, ...]] = {
         )
         for heads in all_heads
     ),
+    "block_indexer.scores": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": keys}) for keys in (16, 128) for heads in (16, 64)
+    ),
     "lightning_indexer.collect": (Config({"TILE": 1024, "FEW": 128, "QUARTER": 1024, "EACH": 8}),),
     "lightning_indexer.topk": (Config({"COUNT_TILE": 1024, "SORT_TILE": 1024}),),
     "lightning_indexer.values": (Config({"PIECE": 1024}),),

@@ -64,6 +64,7 @@ _SCALAR = {
     "indexer_loss_backward.row_grad": _SUMS,
     "sparse_lightning_indexer_grad_kl_loss.row_loss": _SUMS,
     "lightning_indexer.scores": "the page of a tile of keys, which is one copy",
+    "block_indexer.scores": "the page of a tile of keys, which is one copy; one count a head",
     "lightning_indexer.collect": "one count a tile of scores",
     "lightning_indexer.topk": "one count a tile of scores",
     "lightning_indexer.values": "one score an index: there is no gather of single elements",
@@ -127,6 +128,7 @@ _VECTOR = "a loaded vector along the side that 1.2.0 shares, which shares no til
 _OLDEST = {
     "lightning_indexer.scores": "the last keys of a row are stored with a mask; 1.2.0 shares no"
     " store without one",
+    "block_indexer.scores": "the maxima of a block leave its loop and are stored with a mask",
     "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
     "chunk_gated_delta_rule.walk": _CARRIED,
     "chunk_gated_delta_rule.outputs": _TAIL,

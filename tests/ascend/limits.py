@@ -179,6 +179,17 @@ def _attentions() -> Iterator[Limit]:
     planes = _t(4, 128, 2, 64).as_strided((2, 128, 2, 64), (2 * 128 * 128, 128, 64, 1))
     yield Limit(file, given, dict(value=planes), "different strides in rows")
 
+    given = dict(
+        query=_t(1, 4, 256),
+        key=_t(2, 128, 1, 256),
+        block_table=_t(1, MOST // 128),
+        top_k=16,
+    )
+    yield Limit("block_indexer", given, dict(block_table=_t(1, MOST // 128 + 1)), far)
+    yield Limit("block_indexer", given, dict(top_k=MOST + 1), far)
+    yield Limit("block_indexer", given, dict(query=_t(1, 4, 272)), "a head size of 272")
+    yield Limit("block_indexer", given, dict(query=_t(1, 4, 24)), "a head size of 24")
+
     rows = _t(2, 128, 1, 656, dtype=torch.int8)
     quantised = dict(
         query=_t(1, 1, 1, 576),
