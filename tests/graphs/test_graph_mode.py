@@ -520,7 +520,7 @@ CANN = {
     "npu_lightning_indexer": "cmp_ratio select_tail",
     "npu_quant_lightning_indexer": "query_dtype key_dtype query_dequant_scale cmp_ratio "
     "select_tail",
-    "npu_kv_quant_sparse_flash_attention": "key_dtype value_dtype row_layout",
+    "npu_kv_quant_sparse_flash_attention": "key_dtype value_dtype row_layout rope_head_dim",
     "npu_sparse_lightning_indexer_grad_kl_loss": "actual_seq_qlen actual_seq_klen sinks",
     "npu_recurrent_gated_delta_rule": "beta scale actual_seq_lengths ssm_state_indices",
     "npu_hc_pre": "norm_weight hc_fn",
