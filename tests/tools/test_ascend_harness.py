@@ -415,18 +415,17 @@ def test_the_model_of_programs_whose_form_is_known(monkeypatch):
 
 
 def test_the_model_beside_what_others_published():
-    """Of other programs: no factor each, and all of them together neither kind nor harsh."""
+    """Of other programs: no factor each, and ours of all of them neither kind nor harsh."""
     kept = published.read()
     for figure, row in zip(published.FIGURES, kept, strict=True):
         asked = (figure.what, figure.card, figure.us, figure.source)
         assert asked == (row["what"], row["card"], row["us"], row["source"])
-    # the second was not asked for 16 sequences
-    asked = [row for row in kept if not row["what"].startswith("chunked delta rule, 16 x")]
-    low, high = published.BAND
-    for model, rows in (("ours", kept), ("second", asked)):
-        found = published.ratios(rows, model)
-        assert len(found) == sum(len(row["us"]) for row in rows)
-        assert low <= published.mean(found) <= high, model
+    found, (low, high) = published.ratios(kept), published.BAND
+    assert len(found) == sum(len(row["us"]) for row in kept)
+    assert low <= published.mean(found) <= high
+    # a second opinion of all but the longest, which is not ours to hold to a band
+    unasked = {row["what"] for row in kept if "second" not in row}
+    assert unasked <= {f"chunked delta rule, 16 x 8192 x {heads} heads" for heads in (32, 64)}
 
 
 def test_a_launch_has_a_head_and_one_memory():
