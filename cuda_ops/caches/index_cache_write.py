@@ -10,7 +10,7 @@ A program takes 8 rows; one whose slot does not exist is not written.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -22,6 +22,15 @@ from ..common import quantise
 from ..runtime import launches
 
 ROWS = 8  # that a program takes
+
+
+class Constants(NamedTuple):
+    KIND: int
+    UE8M0: bool  # scales are powers of two
+    HADAMARD: bool  # keys are transformed ahead
+    BF16: bool  # and rounded to bfloat16 after it
+    ROWS: int  # of a program
+    SIZE: int  # of a key
 
 
 @triton.jit(do_not_specialize=["rows", "page", "total"])
@@ -36,24 +45,19 @@ def _write(
     k_row,
     values_page,
     scales_page,
-    KIND: tl.constexpr,
-    UE8M0: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    BF16: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
+    C: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, SIZE)
+    row = tl.program_id(0).to(tl.int64) * C.ROWS + tl.arange(0, C.ROWS)
+    d = tl.arange(0, C.SIZE)
     slot = tl.load(slots + row, mask=row < rows, other=-1).to(tl.int64)
     valid = (slot >= 0) & (slot < total)
     x = tl.load(k + row[:, None] * k_row + d[None, :], mask=valid[:, None], other=0.0)
-    x = quantise.rotated(x.to(tl.float32), HADAMARD, BF16)
-    x, scale = quantise.of_floats(x, 1.0, KIND, UE8M0)
+    x = quantise.rotated(x.to(tl.float32), C.HADAMARD, C.BF16)
+    x, scale = quantise.of_floats(x, 1.0, C.KIND, C.UE8M0)
     slot = tl.where(valid, slot, 0)
     outer = slot // page
     inner = slot % page
-    to = values + (outer * values_page + inner * SIZE)[:, None] + d[None, :]
+    to = values + (outer * values_page + inner * C.SIZE)[:, None] + d[None, :]
     tl.store(to, x, mask=valid[:, None])
     scale = quantise.stored(scale, scales.dtype.element_ty)
     tl.store(scales + outer * scales_page + inner, scale, mask=valid)
@@ -79,11 +83,13 @@ def forward(**x: Unpack[Arguments]) -> None:
         k.stride(0),
         values.stride(0),
         x["scales"].stride(0),
-        KIND=quantise.kind_of(x["kind"]),
-        UE8M0=x["scale_format"] == "ue8m0",
-        HADAMARD=x["index_hadamard"],
-        BF16=x["hadamard_round"] == "bf16",
-        ROWS=ROWS,
-        SIZE=k.shape[1],
+        C=Constants(
+            KIND=quantise.kind_of(x["kind"]),
+            UE8M0=x["scale_format"] == "ue8m0",
+            HADAMARD=x["index_hadamard"],
+            BF16=x["hadamard_round"] == "bf16",
+            ROWS=ROWS,
+            SIZE=k.shape[1],
+        ),
         num_warps=4,
     )

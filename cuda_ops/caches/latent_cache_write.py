@@ -14,7 +14,7 @@ the second the rotary channels are the eighth.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,6 +28,16 @@ from ..common import gpu, handover, quantise
 from ..runtime import launches
 
 TILES = 8  # that a program takes: two tokens
+
+
+class Constants(NamedTuple):
+    KIND: int
+    UE8M0: bool  # scales are powers of two
+    ALPHA: bool  # `alpha` is given
+    TILES: int  # of a program
+    OF_ROW: int  # tiles of a row
+    SIZE: int  # of a tile
+    ROTARY: int  # rotary channels of a row
 
 
 @triton.jit(do_not_specialize=["tiles", "page", "total"])
@@ -50,18 +60,12 @@ def _write(
     rope_slot,
     scales_page,
     scales_row,
-    KIND: tl.constexpr,
-    UE8M0: tl.constexpr,
-    ALPHA: tl.constexpr,
-    TILES: tl.constexpr,
-    OF_ROW: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROTARY: tl.constexpr,
+    C: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
-    token = at // OF_ROW
-    tile = at % OF_ROW
-    d = tile[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    at = tl.program_id(0).to(tl.int64) * C.TILES + tl.arange(0, C.TILES)
+    token = at // C.OF_ROW
+    tile = at % C.OF_ROW
+    d = tile[:, None] * C.SIZE + tl.arange(0, C.SIZE)[None, :]
     slot = tl.load(slots + token, mask=at < tiles, other=-1).to(tl.int64)
     valid = (slot >= 0) & (slot < total)
     slot = tl.where(valid, slot, 0)
@@ -69,14 +73,14 @@ def _write(
     inner = slot % page
     x = tl.load(ckv + token[:, None] * ckv_row + d, mask=valid[:, None], other=0.0)
     fits = 1.0
-    if ALPHA:
+    if C.ALPHA:
         fits = tl.load(alpha)
-    x, scale = quantise.of_floats(x.to(tl.float32), fits, KIND, UE8M0)
+    x, scale = quantise.of_floats(x.to(tl.float32), fits, C.KIND, C.UE8M0)
     to = values + (outer * values_page + inner * values_row)[:, None] + d
     tl.store(to, x, mask=valid[:, None])
     tl.store(scales + outer * scales_page + inner * scales_row + tile, scale, mask=valid)
-    if ROTARY > 0:
-        r = tile[:, None] * (ROTARY // OF_ROW) + tl.arange(0, ROTARY // OF_ROW)[None, :]
+    if C.ROTARY > 0:
+        r = tile[:, None] * (C.ROTARY // C.OF_ROW) + tl.arange(0, C.ROTARY // C.OF_ROW)[None, :]
         turned = tl.load(k_rope + token[:, None] * rope_row + r, mask=valid[:, None], other=0)
         to = rope + (outer * rope_page + inner * rope_slot)[:, None] + r
         tl.store(to, turned, mask=valid[:, None])
@@ -185,12 +189,14 @@ def forward(**x: Unpack[Arguments]) -> None:
         *values.stride()[:2],
         *rope.stride()[:2],
         *scales.stride()[:2],
-        KIND=quantise.kind_of(x["kind"]),
-        UE8M0=x["scale_format"] == "ue8m0",
-        ALPHA=k_nope_clip_alpha is not None,
-        TILES=TILES,
-        OF_ROW=of_row,
-        SIZE=quantised.TILE,
-        ROTARY=x["rope_head_dim"],
+        C=Constants(
+            KIND=quantise.kind_of(x["kind"]),
+            UE8M0=x["scale_format"] == "ue8m0",
+            ALPHA=k_nope_clip_alpha is not None,
+            TILES=TILES,
+            OF_ROW=of_row,
+            SIZE=quantised.TILE,
+            ROTARY=x["rope_head_dim"],
+        ),
         num_warps=4,
     )
