@@ -31,7 +31,7 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
     kv, z = compression.projected(x, a["wkv"], a["wgate"], a["ape"], tokens)
     gated = a["wgate"] is not None
     if a["ln_weight"] is not None:
-        kv = layer_norm(kv, kv.shape[-1:], a["ln_weight"], a["ln_bias"], a["ln_eps"])
+        kv = layer_norm(kv, [kv.shape[-1]], a["ln_weight"], a["ln_bias"], a["ln_eps"])
     pages, page = state_cache.shape[:2]
     ring = a["cache_mode"] == RING
 
