@@ -36,7 +36,7 @@ def unsupported(
         return f"query is {query.dtype}, supported float16 and bfloat16"
     return sparse_flash_attention.unsupported(
         query=query.narrow(-1, 0, quantised.LATENT),
-        query_rope=query[..., quantised.LATENT :],
+        query_rope=query.narrow(-1, quantised.LATENT, arguments["rope_head_dim"]),
         key=key,
         value=value,
         sparse_indices=sparse_indices,
