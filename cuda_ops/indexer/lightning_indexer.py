@@ -238,10 +238,10 @@ def _scores(
     do_not_specialize=["tokens", "requests", "max_kv_len", "table_stride", "pages", "k"]
 )  # fmt: skip
 def _tail(
-    chosen,
-    scores,
     indices,
     values,
+    out_indices,
+    out_values,
     seqlens_q,
     seqlens_k,
     table,
@@ -272,13 +272,13 @@ def _tail(
     last = tl.where(seen % RATIO > 0, seen // RATIO, -1)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row.to(tl.int64) * k + j
-    entry = tl.load(chosen + at, mask=j < k, other=-1)
-    before = tl.load(chosen + at - 1, mask=(j > 0) & (j <= k), other=0)
+    entry = tl.load(indices + at, mask=j < k, other=-1)
+    before = tl.load(indices + at - 1, mask=(j > 0) & (j <= k), other=0)
     to = at + row
     ends = (entry < 0) & (before >= 0)
-    tl.store(indices + to, tl.where(ends, last, entry), mask=j <= k)
+    tl.store(out_indices + to, tl.where(ends, last, entry), mask=j <= k)
     if VALUES:
-        tl.store(values + to, tl.load(scores + at, mask=j < k, other=0.0), mask=j <= k)
+        tl.store(out_values + to, tl.load(values + at, mask=j < k, other=0.0), mask=j <= k)
 
 
 def shape(
@@ -481,18 +481,18 @@ def _with_tail(found: Scored, plan: rows.Plan, ratio: int) -> Scored:
     """The same with one more place, in which or before which the open entry stands."""
     k, wanted = found.indices.shape[-1], found.values.numel() > 0
     shape, block = (*found.indices.shape[:-1], k + 1), min(1024, power_of_two(k + 1))
-    device, values = found.indices.device, found.values
-    indices = memory.empty(shape, torch.int32, device)
+    device, out_values = found.indices.device, found.values
+    out_indices = memory.empty(shape, torch.int32, device)
     if wanted:
-        values = memory.empty(shape, values.dtype, device)
+        out_values = memory.empty(shape, out_values.dtype, device)
 
     def select_last() -> None:
         found.select_last()
         launches.kernel(_tail, plan.rows, cdiv(k + 1, block))(
             found.indices,
             found.values,
-            indices,
-            values,
+            out_indices,
+            out_values,
             **plan.arguments,
             k=k,
             LAYOUT=plan.layout,
@@ -502,7 +502,7 @@ def _with_tail(found: Scored, plan: rows.Plan, ratio: int) -> Scored:
             num_warps=4,
         )
 
-    return Scored(indices, values, select_last)
+    return Scored(out_indices, out_values, select_last)
 
 
 def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
