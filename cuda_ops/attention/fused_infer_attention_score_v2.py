@@ -10,10 +10,10 @@ tokens; a tile of keys is read once, where the block table says, for the scores 
 Few rows: a tile's keys are split into parts of equal length, whose number follows from shapes
 alone, and _merge puts the parts together in order.
 
-    condition                                         kernels
+    condition                                  kernels
     fewer tiles of rows than half of the SMs,  _attend then _merge
       keys for two parts or more
-    else                                              _attend
+    else                                       _attend
 """
 
 from __future__ import annotations
