@@ -94,6 +94,7 @@ FOUND = [
             gate="bounded",
             bias=True,
             norm=True,
+            rates=0,
         ),
     ),
     # a loss near zero, which the plain call gives with fewer roundings than it may have
