@@ -176,6 +176,17 @@ def test_torch_npu_indexer_and_sparse_attention():
             close(n["lse"][b, 0, s], lse)
 
 
+def test_torch_npu_dense_latents():
+    """Of request 0 the last of 20 tokens, of request 1 the last two of 9."""
+    n = ran("torch_npu")
+    for row, (pages, seen) in enumerate((([3, 1], 20), ([4, 0], 8), ([4, 0], 9))):
+        latents, rotary = (n[name][pages].flatten(0, 2)[:seen] for name in ("latents", "rotary"))
+        keys, q = torch.cat((latents, rotary), -1), (n["mla_query"][row], n["mla_rope"][row])
+        out, _, lse = chosen_attention(torch.cat(q, -1), keys, latents, torch.arange(seen), 0.1)
+        close(n["mla_out"][row], out)
+        close(n["mla_lse"][row, :, 0], lse)
+
+
 def test_vllm_ascend_packed_queries_on_pages():
     n = ran("vllm_ascend")
     for b, (a, z) in enumerate(((0, 1), (1, 4))):
