@@ -294,6 +294,6 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
                 topk.topk(score[h, :rows_here], number[h], to, no_values, count)
         if wanted:
             to = index[:, first : first + rows_here]
-            value = raw[:, :rows_here].gather(2, to.clamp(min=0).long())
+            value = raw[:, :rows_here].gather(2, to.clamp(0, width - 1).long())
             values[:, first : first + rows_here] = value.masked_fill(to < 0, 0.0)
     return index, values
