@@ -92,13 +92,13 @@ def test_the_timed_step_is_the_one_after_the_context(name):
 
 
 def test_a_wrong_model_has_no_table(capsys, monkeypatch):
-    right = dsa._shared
+    right = dsa.shared_of
 
     def wrong(*arguments):
         made = right(*arguments)
         return replace(made, uv=made.uv * 1.01)
 
-    monkeypatch.setattr(dsa, "_shared", wrong)
+    monkeypatch.setattr(dsa, "shared_of", wrong)
     assert models.main(["--device", "cpu", "--model", "GLM-5"]) == 1
     out = capsys.readouterr().out
     assert "WRONG" in out and "|" not in out
