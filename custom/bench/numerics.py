@@ -75,7 +75,8 @@ def has_eight_bits(arguments: Arguments) -> bool:
 
 
 def widened(arguments: Arguments) -> Arguments:
-    """The same numbers in float64; a weight in tiles stays the matrix (or matrices) that it is."""
+    """The same numbers in float64; a weight in tiles stays the matrix (or matrices) that it is, and
+    a tensor that is given twice one tensor."""
 
     def wide(name: str, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -83,7 +84,8 @@ def widened(arguments: Arguments) -> Arguments:
         tiled = name.startswith(("w_", "weight_")) and x.ndim in (4, 5)
         return to_nz(from_nz(x).double()) if tiled else x.double()
 
-    return {name: wide(name, x) for name, x in arguments.items()}
+    once = {id(x): wide(name, x) for name, x in arguments.items()}
+    return {name: once[id(x)] for name, x in arguments.items()}
 
 
 def _has_error(x: Tensor) -> bool:
