@@ -323,12 +323,15 @@ class Tiles:
     splits: int = 1
 
 
-def shared_bytes(tile: Tiles, rope: int, wgmma: bool) -> int:
+def shared_bytes(tile: Tiles, rank: int, rope: int, wgmma: bool) -> int:
     """Of shared memory that a program takes, at most: its queries, the tiles of keys that are on
-    their way (one more where wgmma reads them), and the probabilities."""
-    wide = tile.width + (max(16, power_of_two(rope)) if rope else 0)
+    their way (one more where wgmma reads them), the probabilities, and the scores once more where
+    rows of keys are padded."""
+    turned = max(16, power_of_two(rope)) if rope else 0
     held = max(tile.stages - 1, 1) + (1 if wgmma and tile.rows == 64 else 0)
-    return 2 * (tile.rows * wide + tile.keys * held * wide + tile.rows * tile.keys) + 1024
+    wide, scores = tile.width + turned, tile.rows * tile.keys
+    padded = 0 if (rank, rope) == (tile.width, turned) else 4 * scores
+    return 2 * (tile.rows * wide + tile.keys * held * wide + scores) + padded + 1024
 
 
 def tiles(
@@ -346,7 +349,7 @@ def tiles(
     tiers += [Tiles(16, 64, 4, stages, width) for stages in (3, 2)]
     tiers += [Tiles(16, keys, 4, 1, width) for keys in (32, 16)]
     limit, wgmma = gpu.shared_memory(device), gpu.reads_shared(device)
-    tile = next((t for t in tiers if shared_bytes(t, rope, wgmma) <= limit), None)
+    tile = next((t for t in tiers if shared_bytes(t, rank, rope, wgmma) <= limit), None)
     if tile is None:
         return None
     room = gpu.num_sms(device) * (1 if tile.rows == 64 else 2)
