@@ -280,15 +280,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "narrow_product._cut": (
         ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
     ),
-    "narrow_product._tiles": (
-        ("-> tiles * parts", _CORE),
-        ("acc0, WHOLE_K, WHOLE_N, DEPTH)", _FIRST),
-    ),
     "narrow_prolog.both": (
         ("-> new(index_heads, tokens)", _NUMBERS),
         ("-> new(rank, tokens)", _NUMBERS),
     ),
-    "narrow_rows.of_index_heads": (("heads, rotary, size)", _NAMED),),
     "narrow_rows.of_latents": (
         ("latent, rank, rotary)", _NAMED),
         ("rank, rotary, latent)", _NAMED),
@@ -297,9 +292,9 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "product._cut": (
         ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
     ),
-    "product._tiles": (
+    "product.panel_tiles": (
         ("-> tiles * parts", _CORE),
-        ("acc0, WHOLE_K, WHOLE_N, DEPTH)", _FIRST),
+        ("acc0, WHOLE_K, WHOLE_N, DEPTH, WIDE)", _FIRST),
     ),
     "product.nd_product": (("ROWS, DEPTH, COLUMNS)", "both are 128 in every configuration"),),
     "ragged.visible": (

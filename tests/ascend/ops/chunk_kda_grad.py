@@ -135,7 +135,7 @@ CONTROLS = (
     Control(
         "beta forgotten",
         KERNEL,
-        "dv = r * rate.to(tl.float32)[:, None]",
+        "dv = r * rate[:, None]",
         "dv = r",
         "two chunks and a part",
     ),
