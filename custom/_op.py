@@ -72,9 +72,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _on_device(op: str, name: str, values: Sequence[Any], device: torch.device) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        return torch.tensor(values, dtype=torch.int64, device=device)
-    if device.type != "cuda":
+    if torch.compiler.is_compiling() or device.type != "cuda":
         return torch.tensor(values, dtype=torch.int64, device=device)
     if torch.cuda.is_current_stream_capturing():
         raise ValueError(
