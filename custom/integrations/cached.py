@@ -99,6 +99,33 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
 
 
+class RingLayer(PagedLayer):  # type: ignore[no-untyped-call]
+    """Takes back as many tokens as its rings hold beyond what the next one reads."""
+
+    model = ""
+
+    def __init__(self, caches: Any, index: int, attended: Callable[..., Any]) -> None:
+        super().__init__(caches, index, attended)
+        self.most = 0  # tokens that were ever there
+
+    def append(self, tokens: int) -> Any:
+        pools = super().append(tokens)
+        self.most = max(self.most, self.tokens)
+        return pools
+
+    def crop(self, tokens_to_remove: int) -> None:
+        left, drafts = self._left(tokens_to_remove), self.caches.drafts
+        if left and self.most - left > drafts:
+            raise NotSupported(
+                f"{WHERE}: the cache of a {self.model} model takes back the last {drafts} tokens, "
+                f"and {self.most - left} are to go. Enter use(drafts=...) with as many."
+            )
+        self.tokens = left
+
+    def reset(self) -> None:
+        self.tokens = self.most = 0
+
+
 def refuse_what_differs(self: Any, options: dict[str, Any]) -> None:
     """What the model's own attention would do, and ours does not."""
     if self.training and self.attention_dropout:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..dispatch.errors import NotSupported
 from ..hyper_connections import npu_hc_post, npu_hc_pre
 from ..sparse_attention_v4 import npu_sparse_attention_v4_pto
-from .cached import PagedLayer, refuse_what_differs, takes_cache
+from .cached import RingLayer, refuse_what_differs, takes_cache
 from .deepseek_v4 import (
     SparseAttentionV4Weights,
     V4Caches,
@@ -53,12 +53,12 @@ _TAKEN = (
 )
 
 
-class _V4Layer(PagedLayer):  # type: ignore[no-untyped-call]
-    """Takes back as many tokens as its rings hold beyond what the next one reads."""
+class _V4Layer(RingLayer):  # type: ignore[no-untyped-call]
+    model = "DeepSeek-V4"
 
     def __init__(self, caches: V4Caches, index: int, fixed: int | None) -> None:
         super().__init__(caches, index, _attended)
-        self.fixed, self.most = fixed, 0  # positions of a static cache; that were ever there
+        self.fixed = fixed  # positions of a static cache
 
     def room(self, tokens: int, before: Tensor | None) -> V4LayerCaches:
         """As `append`; requests are `before` [B] tokens long, where they have any."""
@@ -69,23 +69,10 @@ class _V4Layer(PagedLayer):  # type: ignore[no-untyped-call]
             )
         self.caches.fit(tokens, before)
         pools: V4LayerCaches = self.append(tokens)
-        self.most = max(self.most, self.tokens)
         return pools
 
     def get_max_length(self) -> int:
         return -1 if self.fixed is None else self.fixed
-
-    def crop(self, tokens_to_remove: int) -> None:
-        left, drafts = self._left(tokens_to_remove), self.caches.drafts
-        if left and self.most - left > drafts:
-            raise NotSupported(
-                f"{WHERE}: the cache of a DeepSeek-V4 model takes back the last {drafts} tokens, "
-                f"and {self.most - left} are to go. Enter use(drafts=...) with as many."
-            )
-        self.tokens = left
-
-    def reset(self) -> None:
-        self.tokens = self.most = 0
 
 
 def _attended(

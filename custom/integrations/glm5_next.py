@@ -23,11 +23,11 @@ from ..sparse_attention import (
     npu_mla_prolog_pto,
     npu_sparse_flash_attention,
 )
-from .cached import PagedLayer, refuse_what_differs, takes_cache
+from .cached import RingLayer, refuse_what_differs, takes_cache
 from .deepseek_v4 import page_of
 from .dsa import SharedAttentionWeights, check_format, format_of, shared_of
 from .masks import WHERE, OncePerForward, Texts, padded
-from .paged import check_page, more_pages, more_room, token_positions
+from .paged import check_page, more_pages, more_room, slots_of, token_positions
 
 from transformers.cache_utils import Cache, DynamicIndexedLayer  # isort: skip  # as the others
 from transformers.models.glm5_next import modeling_glm5_next  # isort: skip
@@ -107,29 +107,11 @@ class PoolCaches:
         ]
 
 
-class _PoolLayer(PagedLayer):  # type: ignore[no-untyped-call]
-    """Takes back as many tokens as the rings hold beyond what the next one reads."""
+class _PoolLayer(RingLayer):  # type: ignore[no-untyped-call]
+    model = "GLM-5.3"
 
     def __init__(self, caches: PoolCaches, index: int) -> None:
         super().__init__(caches, index, _attended)
-        self.most = 0  # tokens that were ever there
-
-    def append(self, tokens: int) -> PoolLayerCaches:
-        pools: PoolLayerCaches = super().append(tokens)
-        self.most = max(self.most, self.tokens)
-        return pools
-
-    def crop(self, tokens_to_remove: int) -> None:
-        left, drafts = self._left(tokens_to_remove), self.caches.drafts
-        if left and self.most - left > drafts:
-            raise NotSupported(
-                f"{WHERE}: the cache of a GLM-5.3 model takes back the last {drafts} tokens, and "
-                f"{self.most - left} are to go. Enter use(drafts=...) with as many."
-            )
-        self.tokens = left
-
-    def reset(self) -> None:
-        self.tokens = self.most = 0
 
 
 class _State(NamedTuple):
@@ -187,10 +169,9 @@ def _attended(
 ) -> tuple[Tensor, Tensor]:
     """(what the attention adds, the pools that it attends to)"""
     s = _State(*state)
-    w, page = s.w, s.caches.page_size
+    w = s.w
     positions = token_positions(lengths, x.shape[1])
-    safe = positions.clamp(min=0).long()
-    slots = s.block_table.gather(1, safe // page) * page + safe % page
+    slots = slots_of(positions, s.block_table, s.caches.page_size)
     none = x.new_empty(*x.shape[:2], 0)
     query, _, query_norm = npu_mla_prolog_pto(
         x,
@@ -204,7 +185,7 @@ def _attended(
         none,
         s.pools.kv,
         s.pools.kr,
-        slots.where(there, -1).to(torch.int32),
+        slots.where(there, -1),
         rmsnorm_epsilon_cq=w.options["rms_norm_eps"],
         rmsnorm_epsilon_ckv=w.options["rms_norm_eps"],
         weight_format=w.options["weight_format"],

@@ -121,8 +121,7 @@ def texts(
     if one and not bias and end:
         return Texts(valid.sum(-1, dtype=torch.int32), there, valid)
     if one and not bias and (window is None or (cached == 0 and _in_one_piece(there))):
-        number = torch.arange(requests, device=there.device)[:, None].expand_as(there)
-        return _moved(valid, there, number, there.cumsum(-1) - 1, requests, valid.sum(-1), False)
+        return _at_the_end(valid, there)
     if not bias and cached == 0 and window is None:
         first = torch.cat([seen(rows).int().argmax(-1) for rows in parts], 1)
         same = [
@@ -176,8 +175,7 @@ def padded(mask: Any, requests: int, tokens: int, before: Tensor | None) -> Text
             f"{WHERE} serves requests padded on the left, or without a next pass on the right; "
             f"`attention_mask` {wanted} has padding elsewhere. Pad on the left."
         )
-    number = torch.arange(requests, device=there.device)[:, None].expand_as(there)
-    return _moved(valid, there, number, there.cumsum(-1) - 1, requests, lengths.long(), False)
+    return _at_the_end(valid, there)
 
 
 def check_positions(found: Texts, position_ids: Tensor | None, cached: int) -> Texts:
@@ -206,6 +204,12 @@ def _in_one_piece(there: Tensor) -> bool:
 
 def _fits(shape: Any, wanted: list[int]) -> bool:
     return shape[0] in (1, wanted[0]) and list(shape[1:]) == wanted[1:]
+
+
+def _at_the_end(valid: Tensor, there: Tensor) -> Texts:
+    """A text a row, whose tokens are moved to its end."""
+    number = torch.arange(len(there), device=there.device)[:, None].expand_as(there)
+    return _moved(valid, there, number, there.cumsum(-1) - 1, len(there), valid.sum(-1), False)
 
 
 def _moved(

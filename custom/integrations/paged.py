@@ -46,6 +46,15 @@ def token_positions(lengths: Tensor, tokens: int) -> Tensor:
     return lengths[:, None] - tokens + torch.arange(tokens, device=lengths.device)
 
 
+def slots_of(positions: Tensor, block_table: Tensor, page_size: int) -> Tensor:
+    """Flat slot of every position [B, S], or -1 (not written) where there is none."""
+    there = (positions >= 0) & (positions < block_table.shape[1] * page_size)
+    safe = positions.where(there, 0).long()
+    pages = block_table.gather(1, safe // page_size)
+    slots = pages * page_size + safe % page_size
+    return slots.where(there & (pages >= 0), -1).to(torch.int32)
+
+
 def more_pages(block_table: Tensor, columns: int, random: torch.Generator) -> tuple[Tensor, int]:
     """(the table [B, columns] or wider, how many pages it names beyond those of before)"""
     requests, now = block_table.shape
@@ -153,8 +162,4 @@ class PagedCaches:
         `block_table` [B, columns] of these requests: by default that of all requests here.
         """
         table = self.block_table if block_table is None else block_table
-        there = (positions >= 0) & (positions < table.shape[1] * self.page_size)
-        safe = positions.where(there, 0).long()
-        pages = table.gather(1, safe // self.page_size)
-        slots = pages * self.page_size + safe % self.page_size
-        return slots.where(there & (pages >= 0), -1).to(torch.int32)
+        return slots_of(positions, table, self.page_size)

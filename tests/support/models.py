@@ -115,25 +115,31 @@ def olmo_hybrid():
     return made("OlmoHybridForCausalLM", "OlmoHybridConfig", **LINEAR, layer_types=kinds)
 
 
+# a few layers of Kimi delta attention and of latent attention
+KDA = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    moe_intermediate_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    kv_lora_rank=32,
+    v_head_dim=24,
+    linear_num_heads=4,
+    linear_head_dim=16,
+)
+
+
 def kimi_linear(**changes):
     """Three layers of KDA, which forget slowly, and one of latent attention."""
     model = made(
         "KimiLinearForCausalLM",
         "KimiLinearConfig",
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        kv_lora_rank=32,
+        **KDA,
         qk_nope_head_dim=16,
         qk_rope_head_dim=16,
-        v_head_dim=24,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
-        linear_num_heads=4,
-        linear_head_dim=16,
         num_local_experts=4,
         num_experts_per_tok=4,
         n_group=1,
@@ -143,11 +149,6 @@ def kimi_linear(**changes):
         pad_token_id=None,
         **changes,
     )
-    return slowly(model)
-
-
-def slowly(model):
-    """With a little decay."""
     for layer in linear_layers(model):
         torch.nn.init.normal_(layer.forget_gate.A_log, -3.0, 0.5)
     return model
@@ -156,24 +157,14 @@ def slowly(model):
 def glm5_next(**changes):
     """Three layers of KDA whose decay is bounded, and one of pools of keys."""
     text = dict(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        **KDA,
         q_lora_rank=48,
-        kv_lora_rank=32,
         qk_nope_head_dim=24,
-        v_head_dim=24,
         index_n_heads=8,
         index_head_dim=32,
         index_topk=16,
         index_kpool=4,
         layer_types=["linear_attention"] * 3 + ["deepseek_sparse_attention"],
-        linear_num_heads=4,
-        linear_head_dim=16,
         mlp_layer_types=["dense"] * 4,
         **ROUTED,
     )
@@ -193,20 +184,10 @@ def bailing_hybrid():
     return made(
         "BailingHybridForCausalLM",
         "BailingHybridConfig",
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        kv_lora_rank=32,
+        **KDA,
         qk_nope_head_dim=16,
         qk_rope_head_dim=16,
-        v_head_dim=24,
         layer_group_size=4,
-        linear_num_heads=4,
-        linear_head_dim=16,
         mlp_layer_types=["dense"] * 4,
         **ROUTED,
     )
