@@ -253,6 +253,7 @@ def main() -> int:
         if chosen.check:
             gone = sorted(set(kept.cases) - {case.title for case, _ in cases})
             failures += [f"{x}: kept, but no case any more: run tests/ascend/run.sh" for x in gone]
+            failures += report.miscounted()
         failures += mutants.unmatched()
         for _, broken in isolated.each(limits.broken, [()], 1):
             failures += [str(broken)] if isinstance(broken, isolated.Crash) else broken
