@@ -53,9 +53,10 @@ test-ascend-large:
 second-ascend:
 	tests/ascend/second.sh published
 
-# mistakes planted in every NPU kernel and launcher: hours; SAMPLE=200 for some of them
+# mistakes planted in every NPU kernel and launcher: hours; SAMPLE=200 for some of them, CHANGED=1 for
+# those of functions that have changed
 mutate-ascend:
-	tests/ascend/run.sh --mutate $(if $(SAMPLE),--sample $(SAMPLE))
+	tests/ascend/run.sh --mutate $(if $(CHANGED),--changed) $(if $(SAMPLE),--sample $(SAMPLE))
 
 # mistakes planted in the Python half: hours; SAMPLE=20 for some whose verdict is known, SEED for others
 mutate: $(VENV)/.ready

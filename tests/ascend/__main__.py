@@ -175,6 +175,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose title contains this")
     parser.add_argument("--keep-ir", metavar="DIR", help="write the IR of every kernel there")
     parser.add_argument("--mutate", action="store_true", help="plant mechanical mistakes instead")
+    parser.add_argument("--changed", action="store_true", help="those of changed functions alone")
     parser.add_argument("--large", action="store_true", help="all rows of the bench, instead")
     parser.add_argument("--sample", type=int, default=0, help="of the mistakes, so many")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
@@ -187,7 +188,7 @@ def main() -> int:
     versions()  # once, before the processes part
     if chosen.mutate:
         of_ops = [case for case, file in cases if file != models.__name__]
-        failed = mutants.run(of_ops, chosen.sample, chosen.seed, chosen.jobs)
+        failed = mutants.run(of_ops, chosen.changed, chosen.sample, chosen.seed, chosen.jobs)
         report.write_mutants()
         return failed
     if chosen.large:

@@ -646,8 +646,9 @@ def _asked(
             write(records)
 
 
-def run(cases: list[Case], sample: int, seed: int, jobs: int) -> int:
+def run(cases: list[Case], changed: bool, sample: int, seed: int, jobs: int) -> int:
     """Plant, tell, and write mutants.json; 1 if one survives that nobody explained."""
+    records = read()
     by_file: dict[str, list[Case]] = {}
     by_op: dict[str, list[Case]] = {}
     for case in cases:
@@ -658,8 +659,10 @@ def run(cases: list[Case], sample: int, seed: int, jobs: int) -> int:
     others = {file for op in BY_NAME.keys() - by_op.keys() for file in files_of(op)}
     planted = planted_in(by_file.keys() - others)
     of_all = len(planted)
+    if changed:
+        planted = [x for x in planted if x.title not in records or records[x.title].made != x.made]
     if sample:
-        planted = random.Random(seed).sample(planted, min(sample, of_all))
+        planted = random.Random(seed).sample(planted, min(sample, len(planted)))
     usual: dict[str, Usual] = {}
     for (op, _), answer in isolated.each(baseline, list(by_op.items()), jobs):
         if isinstance(answer, isolated.Crash):
@@ -679,7 +682,6 @@ def run(cases: list[Case], sample: int, seed: int, jobs: int) -> int:
             if answer:
                 sys.exit(f"without a mistake in {file}: {answer}")
     names_called()  # once, before the processes part
-    records = read()
     caught = Counter((title.partition(": ")[0], x.case) for title, x in records.items() if x.said)
     asked = multiprocessing.RawArray("i", len(planted))
     calls: list[tuple[Any, ...]] = []
@@ -712,7 +714,7 @@ def run(cases: list[Case], sample: int, seed: int, jobs: int) -> int:
         print(f"FAIL survives: {title}")
     for title in wrong:
         print(f"FAIL explained, but caught: {title}")
-    if not sample and not others:
+    if not sample and not changed and not others:
         write({mutant.title: records[mutant.title] for mutant in planted})
     return bool(unexplained or wrong)
 
