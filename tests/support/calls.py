@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import pytest
 import torch
+from custom.dispatch import log
 from custom.dispatch.dispatch_keys import written
 from custom.dispatch.register import overload
 from custom.dispatch.registry import SPECS, Spec
@@ -18,6 +21,14 @@ from .samples import SAMPLES, Maker
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 CPU = torch.device("cpu")
+
+
+@contextmanager
+def runs_once(op: str, backend: str) -> Iterator[None]:
+    """What is inside calls `op` once on `backend`."""
+    before = log.calls[op, backend]
+    yield
+    assert log.calls[op, backend] == before + 1, f"{op} did not run once on {backend}"
 
 
 @cache

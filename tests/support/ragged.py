@@ -16,9 +16,9 @@ from itertools import product
 from typing import Any
 
 import torch
-from custom.dispatch import log
 from torch import Tensor
 
+from .calls import runs_once
 from .samples import sample
 from .stages import assert_near, exact
 
@@ -35,10 +35,8 @@ BEYOND = [
 
 def run(op: str, backend: str, **arguments: Any) -> Any:
     """Call `torch.ops.custom.<op>` and make sure that `backend` ran it."""
-    before = log.calls[op, backend]
-    out = getattr(torch.ops.custom, op)(**arguments)
-    assert log.calls[op, backend] == before + 1, f"{op} did not run on {backend}"
-    return out
+    with runs_once(op, backend):
+        return getattr(torch.ops.custom, op)(**arguments)
 
 
 @contextmanager

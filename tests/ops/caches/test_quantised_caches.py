@@ -10,13 +10,13 @@ import struct
 import numpy as np
 import pytest
 import torch
-from custom.dispatch import log
 from custom.dispatch.reference.common import quantizers
 from torch import Tensor
 
 import custom
 
 from ...support import interpreted
+from ...support.calls import runs_once
 from ...support.eight_bits import quantised
 from ...support.kernels import INTERPRETED, moved
 
@@ -69,12 +69,11 @@ def test_packed_index_pages(page, between, kind, scale_format, dtype, device, ba
         raw[t * 128 : t * 128 + 128] = values[i].tobytes()
         struct.pack_into("<f", raw, page * 128 + 4 * t, scales[i])
     cache = moved(pages_of(3, page, 132, between), device)
-    before = log.calls["npu_index_cache_write", backend]
-    views = custom.index_cache_views(cache, kind)
-    custom.npu_index_cache_write(
-        k.to(device), *views, slots.to(device), kind=kind, scale_format=scale_format
-    )
-    assert log.calls["npu_index_cache_write", backend] == before + 1
+    with runs_once("npu_index_cache_write", backend):
+        views = custom.index_cache_views(cache, kind)
+        custom.npu_index_cache_write(
+            k.to(device), *views, slots.to(device), kind=kind, scale_format=scale_format
+        )
     for got, want in zip(cache.cpu(), wanted, strict=True):
         assert got.contiguous().numpy().tobytes() == bytes(want)
 
@@ -126,18 +125,17 @@ def test_latent_rows(row_layout, kind, scale_format, page, between, device, back
         begin = first + at_rope
         raw[begin : begin + 128] = rope[i].view(torch.int16).numpy().tobytes()
     cache = moved(pages_of(2, page, 656, between), device)
-    before = log.calls["npu_latent_cache_write", backend]
-    custom.npu_latent_cache_write(
-        ckv.to(device),
-        rope.to(device),
-        cache[:, :, None],
-        slots.to(device),
-        kind=kind,
-        row_layout=row_layout,
-        scale_format=scale_format,
-        k_nope_clip_alpha=None if alpha is None else torch.tensor([alpha], device=device),
-    )
-    assert log.calls["npu_latent_cache_write", backend] == before + 1
+    with runs_once("npu_latent_cache_write", backend):
+        custom.npu_latent_cache_write(
+            ckv.to(device),
+            rope.to(device),
+            cache[:, :, None],
+            slots.to(device),
+            kind=kind,
+            row_layout=row_layout,
+            scale_format=scale_format,
+            k_nope_clip_alpha=None if alpha is None else torch.tensor([alpha], device=device),
+        )
     for got, want in zip(cache.cpu(), wanted, strict=True):
         assert got.contiguous().numpy().tobytes() == bytes(want)
 
@@ -161,11 +159,10 @@ def test_v4_rows(page, step, dtype, device, backend):
         into[page * 576 + t * 8 : page * 576 + t * 8 + 8] = bytes([*exponents, 0])
     cache = raw.to(device)
     rows = cache[:, : page * 584].view(24, page, 1, 584)
-    before = log.calls["npu_latent_cache_write", backend]
-    custom.npu_latent_cache_write(
-        ckv.to(device), rope.to(device), rows, slots.to(device), kind="fp8", row_layout="v4"
-    )
-    assert log.calls["npu_latent_cache_write", backend] == before + 1
+    with runs_once("npu_latent_cache_write", backend):
+        custom.npu_latent_cache_write(
+            ckv.to(device), rope.to(device), rows, slots.to(device), kind="fp8", row_layout="v4"
+        )
     for got, want in zip(cache.cpu(), wanted, strict=True):
         assert got.numpy().tobytes() == bytes(want)
 
@@ -184,18 +181,17 @@ def test_latent_rows_without_rotary_keys(row_layout, kind, scale_format, device,
         raw[first : first + 512] = values[i].tobytes()
         struct.pack_into("<4f", raw, first + 512, *scales[i])
     cache = moved(pages_of(2, page, 528, between), device)
-    before = log.calls["npu_latent_cache_write", backend]
-    custom.npu_latent_cache_write(
-        ckv.to(device),
-        torch.zeros(20, 0, dtype=torch.bfloat16, device=device),
-        cache[:, :, None],
-        slots.to(device),
-        kind=kind,
-        row_layout=row_layout,
-        scale_format=scale_format,
-        rope_head_dim=0,
-    )
-    assert log.calls["npu_latent_cache_write", backend] == before + 1
+    with runs_once("npu_latent_cache_write", backend):
+        custom.npu_latent_cache_write(
+            ckv.to(device),
+            torch.zeros(20, 0, dtype=torch.bfloat16, device=device),
+            cache[:, :, None],
+            slots.to(device),
+            kind=kind,
+            row_layout=row_layout,
+            scale_format=scale_format,
+            rope_head_dim=0,
+        )
     for got, want in zip(cache.cpu(), wanted, strict=True):
         assert got.contiguous().numpy().tobytes() == bytes(want)
     parts = custom.row_views(cache, row_layout)

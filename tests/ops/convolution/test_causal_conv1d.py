@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from custom.dispatch import log
 from custom.dispatch.reference.convolution import causal_conv1d as reference
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
@@ -18,6 +17,7 @@ from torch.nn.functional import conv1d, silu
 import custom
 
 from ...support.accuracy import assert_close_to_float64, skip_float64
+from ...support.calls import runs_once
 from ...support.convolution import Whole
 
 OP, GRAD = "npu_causal_conv1d", "npu_causal_conv1d_grad"
@@ -76,9 +76,8 @@ def by_conv1d(
 def test_equals_conv1d(case, dtype, device, backend):
     skip_float64(dtype, backend)
     plain = case.moved(case.arguments(), dtype, "cpu")
-    before = log.calls[OP, backend]
-    got = custom.npu_causal_conv1d(**case.moved(plain, dtype, device))
-    assert log.calls[OP, backend] == before + 1
+    with runs_once(OP, backend):
+        got = custom.npu_causal_conv1d(**case.moved(plain, dtype, device))
     exact = by_conv1d(**case.moved(plain, torch.float64, "cpu"))
     rounded = by_conv1d(**plain)
     for name, *values in zip(("out", "states"), got, rounded, exact, strict=True):
@@ -136,9 +135,8 @@ def test_gradient_equals_autograd(case, dtype, device, backend):
             torch.autograd.backward(*zip(*pairs, strict=True))
         return {name: leaf.grad for name, leaf in leaves.items()}
 
-    before = log.calls[GRAD, backend]
-    got = backward(custom.npu_causal_conv1d, case.moved(plain, dtype, device), dtype)
-    assert log.calls[GRAD, backend] == before + 1
+    with runs_once(GRAD, backend):
+        got = backward(custom.npu_causal_conv1d, case.moved(plain, dtype, device), dtype)
     exact = case.moved(plain, torch.float64, "cpu")
     want = backward(by_conv1d, exact, torch.float64)
     rounded = backward(by_conv1d, plain, dtype)

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from custom.dispatch import log
 from torch import Tensor
 
 import custom
 
 from ...support import eight_bits
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
-from ...support.calls import CPU
+from ...support.calls import CPU, runs_once
 from ...support.deepseek_v4 import Attention, pairs
 from ...support.kernels import INTERPRETED
 from ...support.prologs import FORMS
@@ -100,9 +99,8 @@ def check(
     given["w_o_b"] = make(given["w_o_b"])
     each = [make(w) for w in given["w_o_a"]]
     given["w_o_a"] = torch.stack(each) if each else given["w_o_a"]
-    before = log.calls[OP, backend]
-    got = getattr(custom, OP)(**given, weight_format=weight_format, weight_quant_mode=mode)
-    assert log.calls[OP, backend] == before + 1
+    with runs_once(OP, backend):
+        got = getattr(custom, OP)(**given, weight_format=weight_format, weight_quant_mode=mode)
     assert_close_to_float64("out", got, expected(x, dtype, kind), expected(x, F64))
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from custom.dispatch import log
 from custom.dispatch.reference.deepseek_v4 import hc_pre as reference
 from torch import Tensor
 
 import custom
 
 from ...support.accuracy import assert_close_to_float64, skip_float64
+from ...support.calls import runs_once
 from ...support.deepseek_v4 import config, drawn, float64
 
 F64 = torch.float64
@@ -119,9 +119,8 @@ def of_tf32(given: dict[str, Any], backend: str) -> float:
 def test_equals_the_formula(case, dtype, device, backend):
     skip_float64(dtype, backend)
     given = typed(draw(*case), dtype)
-    before = log.calls["npu_hc_pre", backend]
-    got = custom.npu_hc_pre(**typed(given, dtype, device))
-    assert log.calls["npu_hc_pre", backend] == before + 1
+    with runs_once("npu_hc_pre", backend):
+        got = custom.npu_hc_pre(**typed(given, dtype, device))
     exact, rounded = plainly(**typed(given, F64)), plainly(**given)
     # a gate's slope is at most 1/2; a sum of comb's 40 divisions moves an entry by less than twice
     # its logits
@@ -140,9 +139,8 @@ def test_equals_the_formula(case, dtype, device, backend):
 def test_post_equals_the_formula(case, dtype, device, backend):
     skip_float64(dtype, backend)
     given = typed(draw_post(*case[:2]), dtype)
-    before = log.calls["npu_hc_post", backend]
-    got = custom.npu_hc_post(**typed(given, dtype, device))
-    assert log.calls["npu_hc_post", backend] == before + 1
+    with runs_once("npu_hc_post", backend):
+        got = custom.npu_hc_post(**typed(given, dtype, device))
     exact = plainly_post(**typed(given, F64))
     assert_close_to_float64("out", got, plainly_post(**given), exact)
 
@@ -268,9 +266,8 @@ def test_both_at_once_equal_one_after_the_other(case, dtype, device, backend):
     gates = typed(draw(*case), dtype, device)
     del gates["x"]
     back = typed(draw_post(rows, h), dtype, device)
-    before = log.calls["npu_hc_post_pre", backend]
-    got = custom.npu_hc_post_pre(**back, **gates)
-    assert log.calls["npu_hc_post_pre", backend] == before + 1
+    with runs_once("npu_hc_post_pre", backend):
+        got = custom.npu_hc_post_pre(**back, **gates)
     streams = custom.npu_hc_post(**back)
     for ours, apart in zip(got, (streams, *custom.npu_hc_pre(streams, **gates)), strict=True):
         assert torch.equal(ours, apart)
@@ -305,9 +302,8 @@ def test_gradients_equal_autograd(case, dtype, device, backend):
     given = typed(draw(*case), dtype)
     upstream = [torch.randn(v.shape, dtype=F64) for v in plainly(**typed(given, F64))]
     upstream[0] = upstream[0].to(dtype).double()
-    before = log.calls["npu_hc_pre_grad", backend]
-    got = gradients(custom.npu_hc_pre, typed(given, dtype, device), upstream)
-    assert log.calls["npu_hc_pre_grad", backend] == before + 1
+    with runs_once("npu_hc_pre_grad", backend):
+        got = gradients(custom.npu_hc_pre, typed(given, dtype, device), upstream)
     exact = gradients(plainly, typed(given, F64), upstream)
     rounded = gradients(plainly, given, upstream)
     of_sums = rounding(typed(given, F64), upstream)
@@ -324,9 +320,8 @@ def test_gradients_of_post_equal_autograd(case, dtype, device, backend):
     skip_float64(dtype, backend)
     given = typed(draw_post(*case[:2]), dtype)
     upstream = [torch.randn(given["residual"].shape, dtype=F64).to(dtype).double()]
-    before = log.calls["npu_hc_post_grad", backend]
-    got = gradients(custom.npu_hc_post, typed(given, dtype, device), upstream)
-    assert log.calls["npu_hc_post_grad", backend] == before + 1
+    with runs_once("npu_hc_post_grad", backend):
+        got = gradients(custom.npu_hc_post, typed(given, dtype, device), upstream)
     exact = gradients(plainly_post, typed(given, F64), upstream)
     rounded = gradients(plainly_post, given, upstream)
     for name, value in got.items():

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from custom.dispatch import log
 from custom.dispatch.common import quantised
 from custom.dispatch.reference.common import quantizers
 from torch import Tensor
@@ -19,7 +18,7 @@ import custom
 
 from ...support import eight_bits
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
-from ...support.calls import CPU
+from ...support.calls import CPU, runs_once
 from ...support.deepseek_v4 import Attention, pairs
 from ...support.kernels import INTERPRETED
 from ...support.prologs import FORMS
@@ -198,16 +197,10 @@ def check(drawn: Drawn, device: Any, backend: str, form: Any = None, cache: Any 
     skip_unless_taken(drawn.dtype, device, backend)
     cache = drawn.cache().to(device) if cache is None else cache
     before = cache.clone()
-    calls = log.calls[OP, backend]
     given = drawn.arguments(device, form)
-    got = dict(
-        zip(
-            ("query", "query_norm", "query_index", "weights"),
-            getattr(custom, OP)(**given, ori_kv=cache),
-            strict=True,
-        )
-    )
-    assert log.calls[OP, backend] == calls + 1
+    with runs_once(OP, backend):
+        outputs = getattr(custom, OP)(**given, ori_kv=cache)
+    got = dict(zip(("query", "query_norm", "query_index", "weights"), outputs, strict=True))
     if drawn.given["w_idx_qb"] is None:
         assert got.pop("query_index").shape == got.pop("weights").shape == (0,)
     exact, rounded = drawn.expected(F64), drawn.expected(drawn.dtype)

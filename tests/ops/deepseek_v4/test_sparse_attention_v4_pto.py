@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from custom.dispatch import log
 from custom.dispatch.common.rope import rotate_last
 from torch import Tensor
 
 import custom
 
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
+from ...support.calls import runs_once
 from ...support.deepseek_v4 import CSA, HCA, Attention, pairs
 from ...support.layer_v4 import COFF, F64, PAGE, WIDE, drawn, table
 
@@ -487,9 +487,8 @@ def check(given: dict[str, Any], device: Any, backend: str) -> Tensor:
     """The output and every cache are, bit by bit, those of the stages, of ONE call."""
     skip_unless_taken(given["x"].dtype, device, backend)
     mine, theirs = (copy.deepcopy(given) for _ in range(2))
-    calls = log.calls[OP, backend]
-    got, want = getattr(custom, OP)(**mine), by_hand(theirs)
-    assert log.calls[OP, backend] == calls + 1
+    with runs_once(OP, backend):
+        got, want = getattr(custom, OP)(**mine), by_hand(theirs)
     if given.get("w_o_a") is None:
         sin, cos = (given[name][:, :, None].double() for name in ("sin", "cos"))
         turned = rotate_last(want.double(), sin, cos, inverse=True)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from custom.dispatch import log
 from custom.dispatch.reference.delta_rule import chunk_gated_delta_rule as reference
 from torch import Tensor
 
 import custom
 
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
+from ...support.calls import runs_once
 from ...support.delta_rule import ODD_LENGTHS, Sequences
 
 OP = "npu_chunk_gated_delta_rule"
@@ -50,9 +50,8 @@ def test_equals_the_recurrence(case, dtype, device, backend):
     drawn = case.arguments()
     plain = case.moved(drawn, dtype, "cpu")
     exact = case.moved(plain, torch.float64, "cpu")
-    before = log.calls[OP, backend]
-    out, state = custom.npu_chunk_gated_delta_rule(**case.moved(drawn, dtype, device))
-    assert log.calls[OP, backend] == before + 1
+    with runs_once(OP, backend):
+        out, state = custom.npu_chunk_gated_delta_rule(**case.moved(drawn, dtype, device))
     want, want_state = reference.forward(**exact)
     rounded, rounded_state = in_dtype(plain, dtype)
     assert_close_to_float64("out", out, rounded, want)
@@ -125,9 +124,8 @@ def test_lengths_beyond_the_tokens_end_with_them(odd, meant, size, device, backe
     x = case.moved(case.arguments(), torch.float16, device)
     want = custom.npu_chunk_gated_delta_rule(**x)
     x["actual_seq_lengths"] = torch.tensor(odd, device=device)
-    before = log.calls[OP, backend]
-    got = custom.npu_chunk_gated_delta_rule(**x)
-    assert log.calls[OP, backend] == before + 1
+    with runs_once(OP, backend):
+        got = custom.npu_chunk_gated_delta_rule(**x)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from custom.dispatch import log
 from torch import Tensor
 
 import custom
 
 from ...support import trained
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
+from ...support.calls import runs_once
 from ...support.delta_rule import ODD_LENGTHS, Sequences, made
 
 FORWARD, OP = "npu_chunk_gated_delta_rule", "npu_chunk_gated_delta_rule_grad"
@@ -104,9 +104,8 @@ def test_equals_autograd_of_the_recurrence(case, dtype, device, backend):
     x = with_leaves(case.moved(drawn, dtype, device))
     outputs = custom.npu_chunk_gated_delta_rule(**x)
     grads = tuple(g.to(o.dtype).double().cpu() for g, o in zip(grads, outputs, strict=True))
-    before = log.calls[OP, backend]
-    got = gradients(outputs, grads, x)
-    assert log.calls[OP, backend] == before + 1
+    with runs_once(OP, backend):
+        got = gradients(outputs, grads, x)
     want = gradients(recurrence(exact, torch.float64), grads, exact)
     rounded = gradients(recurrence(plain, dtype), grads, plain)
     for name, grad in got.items():
@@ -165,9 +164,8 @@ def test_lengths_beyond_the_tokens_end_with_them(odd, meant, device, backend):
     op = getattr(torch.ops.custom, OP)
     want = op(**x)
     x["actual_seq_lengths"] = torch.tensor(odd, device=device)
-    before = log.calls[OP, backend]
-    got = op(**x)
-    assert log.calls[OP, backend] == before + 1
+    with runs_once(OP, backend):
+        got = op(**x)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

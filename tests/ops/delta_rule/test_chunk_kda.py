@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from custom.dispatch import log
 from custom.dispatch.reference.delta_rule import chunk_kda as reference
 from torch import Tensor
 
 import custom
 
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
+from ...support.calls import runs_once
 from ...support.kda import BOUNDED, EXTREMES, GIVEN, ODD_BOUNDS, PLAIN, SOFTPLUS, Case
 
 OP = "npu_chunk_kda"
@@ -56,9 +56,8 @@ def test_equals_the_recurrence(case, dtype, device, backend):
 def check(case: Case, drawn: dict[str, Any], dtype: torch.dtype, device: Any, backend: str) -> None:
     plain = case.moved(drawn, dtype, "cpu")
     exact = case.moved(plain, torch.float64, "cpu")
-    before = log.calls[OP, backend]
-    out, state = custom.npu_chunk_kda(**case.moved(drawn, dtype, device))
-    assert log.calls[OP, backend] == before + 1
+    with runs_once(OP, backend):
+        out, state = custom.npu_chunk_kda(**case.moved(drawn, dtype, device))
     want, want_state = reference.forward(**exact)
     rounded, rounded_state = in_dtype(plain, dtype)
     assert_close_to_float64("out", out, rounded, want)
@@ -200,9 +199,8 @@ def test_bounds_beyond_the_tokens_end_with_them(odd, meant, device, backend):
     x = case.moved(case.arguments(), torch.float16, device)
     want = custom.npu_chunk_kda(**x)
     x["cu_seqlens"] = torch.tensor(odd, device=device)
-    before = log.calls[OP, backend]
-    got = custom.npu_chunk_kda(**x)
-    assert log.calls[OP, backend] == before + 1
+    with runs_once(OP, backend):
+        got = custom.npu_chunk_kda(**x)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

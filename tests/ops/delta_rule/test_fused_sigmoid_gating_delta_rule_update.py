@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from custom.dispatch import log
 from custom.dispatch.reference.delta_rule import fused_sigmoid_gating_delta_rule_update as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 import custom
 
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
+from ...support.calls import runs_once
 from ...support.delta_rule import POOLS, Step, moved
 from ...support.samples import apart
 
@@ -74,9 +74,8 @@ def test_every_option(case, dtype, device, backend):
     drawn = case.arguments()
     exact, plain = rounded(drawn, dtype, case), moved(drawn, dtype, case, "cpu")
     got = moved(drawn, dtype, case, device)
-    before = log.calls[OP, backend]
-    o = custom.npu_fused_sigmoid_gating_delta_rule_update(**got)
-    assert log.calls[OP, backend] == before + 1
+    with runs_once(OP, backend):
+        o = custom.npu_fused_sigmoid_gating_delta_rule_update(**got)
     assert_close_to_float64("o", o, reference.forward(**plain), reference.forward(**exact))
     for name in POOLS:
         if got[name] is not None:
@@ -204,9 +203,8 @@ def same(case: Step, device: Any, backend: str, **changed: tuple[Any, Any]) -> N
     for which in (0, 1):
         x = moved(drawn, torch.float16, case, device)
         x |= {name: torch.tensor(both[which], device=device) for name, both in changed.items()}
-        before = log.calls[OP, backend]
-        o = custom.npu_fused_sigmoid_gating_delta_rule_update(**x)
-        assert log.calls[OP, backend] == before + 1
+        with runs_once(OP, backend):
+            o = custom.npu_fused_sigmoid_gating_delta_rule_update(**x)
         results.append([o, *(x[name] for name in POOLS if x[name] is not None)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

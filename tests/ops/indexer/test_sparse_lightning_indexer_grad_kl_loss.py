@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from custom.dispatch import log
 from custom.dispatch.reference.indexer import sparse_lightning_indexer_grad_kl_loss as reference
 from torch import Tensor
 
 import custom
 
 from ...support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from ...support.calls import runs_once
 from ...support.drawn import drawn
 from ...support.samples import sample
 
@@ -139,9 +139,8 @@ def test_equals_autograd(case, dtype, device, backend):
     half = to(case.arguments(), dtype)
     ok = case.seen(half)
     half = to(with_statistics(half, ok), dtype)
-    before = log.calls[OP, backend]
-    got = custom.npu_sparse_lightning_indexer_grad_kl_loss(**to(half, dtype, device))
-    assert log.calls[OP, backend] == before + 1
+    with runs_once(OP, backend):
+        got = custom.npu_sparse_lightning_indexer_grad_kl_loss(**to(half, dtype, device))
     exact = by_autograd(half, ok, torch.float64)
     names = ("d_query_index", "d_key_index", "d_weights")
     for name, x, want in zip(names, got, exact, strict=False):
@@ -282,9 +281,8 @@ def test_a_key_of_infinity_in_heads_that_fill_no_tile(device, backend):
     absent = dict.fromkeys(("actual_seq_qlen", "actual_seq_klen", "layout"))
     wanted = reference.forward(**absent, pre_tokens=None, next_tokens=None, **x)
     there = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in x.items()}
-    before = log.calls[OP, backend]
-    got = getattr(torch.ops.custom, OP)(**there)
-    assert log.calls[OP, backend] == before + 1
+    with runs_once(OP, backend):
+        got = getattr(torch.ops.custom, OP)(**there)
     assert wanted[3].isfinite() and wanted[2].isfinite().all()
     for name, a, b in zip(("d_query", "d_key", "d_weights", "loss"), got, wanted, strict=True):
         assert torch.equal(a.isfinite().cpu(), b.isfinite()), name
@@ -298,7 +296,6 @@ def test_a_loss_of_no_numbers_is_none(name, device, backend):
     x = sample(OP, device, torch.float16)
     x[name] = x[name].clone()
     x[name].view(-1)[-1 if name != "key_index" else 0] = torch.nan
-    before = log.calls[OP, backend]
-    *_, loss = getattr(torch.ops.custom, OP)(**x)
-    assert log.calls[OP, backend] == before + 1
+    with runs_once(OP, backend):
+        *_, loss = getattr(torch.ops.custom, OP)(**x)
     assert loss.isnan().all()
