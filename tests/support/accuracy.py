@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def skip_unless_taken(dtype: torch.dtype, device: torch.device, backend: str) -> None:

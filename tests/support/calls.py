@@ -8,6 +8,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from custom.dispatch.dispatch_keys import written
 from custom.dispatch.register import overload
 from custom.dispatch.registry import SPECS, Spec
 from torch import Tensor
+
+import custom
 
 from .samples import SAMPLES, Maker
 
@@ -29,6 +32,18 @@ def runs_once(op: str, backend: str) -> Iterator[None]:
     before = log.calls[op, backend]
     yield
     assert log.calls[op, backend] == before + 1, f"{op} did not run once on {backend}"
+
+
+def assert_refuses(
+    op: str, arguments: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=f"^{op}: .*{sentence}"):
+        getattr(custom, op)(**arguments)
+
+
+def by_change(x: Any) -> str | None:
+    """A case's name: the first argument that it changes."""
+    return next(iter(x)) if isinstance(x, dict) else None
 
 
 @cache

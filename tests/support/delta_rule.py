@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -104,6 +105,21 @@ ODD_LENGTHS = [
     ((2**62, 2**62, 5), (70, 0, 0)),
     ((64, 2**31 - 1, 2**31 - 1), (64, 6, 0)),
 ]
+
+
+def qwen3_next_chunks(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Hugging Face's chunked form, of twice as many value heads: output and final state."""
+    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    out, last = qwen.torch_chunk_gated_delta_rule(
+        x["query"].repeat_interleave(2, 1)[None],
+        x["key"].repeat_interleave(2, 1)[None],
+        x["value"][None],
+        g=x["g"][None],
+        beta=x["beta"][None],
+        initial_state=x["initial_state"].mT,
+        output_final_state=True,
+    )
+    return out[0], last.mT
 
 
 @dataclass(frozen=True)

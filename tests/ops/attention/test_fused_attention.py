@@ -17,8 +17,8 @@ from torch import Tensor
 
 import custom
 
-from ...support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from ...support.calls import runs_once
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
+from ...support.calls import assert_refuses, by_change, runs_once
 
 OP = "npu_fused_attention"
 
@@ -75,7 +75,7 @@ def by_torch(
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_torch_attention(case, dtype, device, backend):
     skip_unless_taken(dtype, device, backend)
@@ -467,11 +467,10 @@ def _good() -> dict[str, Tensor]:
         (dict(cu_seqlens_q=torch.zeros(2, dtype=torch.int32)), ValueError, "expected both"),
         (dict(q=torch.zeros(1, 4, 16, 3).mT), ValueError, "`q` has stride"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+    ids=by_change,
 )
 def test_errors(change, error, sentence):
-    with pytest.raises(error, match=f"npu_fused_attention: .*{sentence}"):
-        custom.npu_fused_attention(**(_good() | change))
+    assert_refuses(OP, _good() | change, error, sentence)
 
 
 def test_prefix_sums_with_gaps_are_refused():

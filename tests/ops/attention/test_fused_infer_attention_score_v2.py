@@ -13,7 +13,7 @@ from torch import Tensor
 
 import custom
 
-from ...support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
 from ...support.ragged import BEYOND, FALLING, PAGE, Packed, ends_within, ints, limits, run
 from ...support.selected import DR, RAGGED, SCALE, D, attend
 
@@ -138,7 +138,7 @@ def check(problem, backend, device, dtype, layout="BSND", mode=3, window=None, *
 
 @pytest.mark.parametrize(("mode", "window"), MODES)
 @pytest.mark.parametrize("layout", WITHIN)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_every_layout_and_mask(device, backend, dtype, layout, mode, window):
     skip_unless_taken(dtype, device, backend)
     if backend != "reference" and layout in ("BSH", "TND_NTD") and mode != 3:
@@ -147,7 +147,7 @@ def test_every_layout_and_mask(device, backend, dtype, layout, mode, window):
 
 
 @pytest.mark.parametrize("layout", ["BSND", "TND_NTD"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_sinks_enter_the_denominator_alone(device, backend, dtype, layout):
     skip_unless_taken(dtype, device, backend)
     problem = Problem(sink=True)

@@ -16,8 +16,8 @@ from torch.nn.functional import conv1d, silu
 
 import custom
 
-from ...support.accuracy import assert_close_to_float64, skip_float64
-from ...support.calls import runs_once
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_float64
+from ...support.calls import assert_refuses, by_change, runs_once
 from ...support.convolution import Whole
 
 OP, GRAD = "npu_causal_conv1d", "npu_causal_conv1d_grad"
@@ -35,9 +35,6 @@ CASES = [
     Whole((), behind=3),
     Whole((3,), D=520, W=3, history=False, behind=1),
 ]
-dtypes = pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
-)
 
 
 def by_conv1d(
@@ -71,7 +68,7 @@ def by_conv1d(
     return torch.cat([stray[0], *outs, stray[1]]), final
 
 
-@dtypes
+@every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_conv1d(case, dtype, device, backend):
     skip_float64(dtype, backend)
@@ -114,7 +111,7 @@ def test_small_numbers_by_hand():
     assert states.tolist() == [[[3.0]]]
 
 
-@dtypes
+@every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradient_equals_autograd(case, dtype, device, backend):
     skip_float64(dtype, backend)
@@ -234,13 +231,12 @@ def test_under_the_package_s_name(device, backend):
         (dict(query_start_loc=torch.zeros(2)), TypeError, "`query_start_loc` is float32"),
         (dict(x=torch.zeros(40, 9).t()), ValueError, "`x` has stride 9"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+    ids=by_change,
 )
 def test_errors(change, error, sentence):
     case = Whole((9,))
     good = case.moved(case.arguments(), torch.float32, "cpu")
-    with pytest.raises(error, match=f"{OP}: .*{sentence}"):
-        custom.npu_causal_conv1d(**(good | change))
+    assert_refuses(OP, good | change, error, sentence)
 
 
 def test_debug_looks_at_the_prefix_sums(monkeypatch):

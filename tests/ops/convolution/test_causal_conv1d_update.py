@@ -15,9 +15,9 @@ from torch import Tensor
 
 import custom
 
-from ...support.accuracy import assert_close_to_float64
-from ...support.calls import runs_once
-from ...support.convolution import SLOTS, Step
+from ...support.accuracy import assert_close_to_float64, every_dtype
+from ...support.calls import assert_refuses, by_change, runs_once
+from ...support.convolution import SLOTS, Step, skip_unless_taken
 
 OP = "npu_causal_conv1d_update"
 CASES = [
@@ -52,9 +52,6 @@ CASES = [
     Step(slots=(3, 2), S=3, D=600, W=2, parents=((-1, 0, 0), (0, 0, 1)), rows=(0, 1)),
 ]
 # a kernel's float64 is refused
-dtypes = pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
-)
 
 
 def by_lists(x: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -105,13 +102,10 @@ def by_lists(x: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     return out.reshape(x["x"].shape), pool, window
 
 
-@dtypes
+@every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_lists_of_rows(case, dtype, device, backend):
-    if backend != "reference" and dtype is torch.float64:
-        pytest.skip("a kernel takes float32 and half precision")
-    if backend == "npu" and case.turned:
-        pytest.skip("channels lie side by side")
+    skip_unless_taken(case, dtype, backend)
     plain = case.moved(case.arguments(), dtype, "cpu")
     given = case.moved(plain, dtype, device)
     with runs_once(OP, backend):
@@ -210,14 +204,13 @@ def test_the_columns_of_a_wider_state(counts, device, backend):
         (dict(retrieve_parent_token=torch.zeros(3, 1).int()), ValueError, "a tree has no last"),
         (dict(retrieve_parent_token=torch.zeros(3, 0).int()), ValueError, "0 columns, expected"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+    ids=by_change,
 )
 def test_errors(change, error, sentence):
     case = Step()
     good = case.moved(case.arguments(), torch.float32, "cpu")
     kept = copy.deepcopy(good["conv_states"])
-    with pytest.raises(error, match=f"{OP}: .*{sentence}"):
-        custom.npu_causal_conv1d_update(**(good | change))
+    assert_refuses(OP, good | change, error, sentence)
     assert torch.equal(good["conv_states"], kept)
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import custom
 
-from ...support.accuracy import assert_close_to_float64
-from ...support.calls import runs_once
-from ...support.convolution import POOL, TABLE, Pooled
+from ...support.accuracy import assert_close_to_float64, every_dtype
+from ...support.calls import assert_refuses, runs_once
+from ...support.convolution import POOL, TABLE, Pooled, skip_unless_taken
 
 OP = "npu_fused_causal_conv1d"
 CASES = [
@@ -86,9 +86,6 @@ CASES = [
     Pooled(lengths=(300, 70), slots=(5, 2), D=600, L=2),
     Pooled(lengths=(1,), slots=(3,), D=1, W=2, L=1),  # one number
 ]
-dtypes = pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
-)
 
 
 def by_formulas(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -152,14 +149,11 @@ def by_formulas(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return out.reshape(x["x"].shape), pool
 
 
-@dtypes
+@every_dtype
 @pytest.mark.parametrize("in_place", [False, True], ids=["", "v2"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_torch_npu_s_formulas(case, in_place, dtype, device, backend):
-    if backend != "reference" and dtype is torch.float64:
-        pytest.skip("a kernel takes float32 and half precision")
-    if backend == "npu" and case.turned:
-        pytest.skip("channels lie side by side")
+    skip_unless_taken(case, dtype, backend)
     plain = case.moved(case.arguments(), dtype, "cpu")
     given = case.moved(plain, dtype, device)
     name = f"{OP}_v2" if in_place else OP
@@ -219,8 +213,7 @@ BLOCKS = Pooled(
 def test_errors(base, change, sentence):
     arguments = base | change
     kept = arguments["conv_states"].clone()
-    with pytest.raises(ValueError, match=f"{OP}: .*{sentence}"):
-        custom.npu_fused_causal_conv1d(**arguments)
+    assert_refuses(OP, arguments, ValueError, sentence)
     assert torch.equal(arguments["conv_states"], kept)
 
 

@@ -15,15 +15,12 @@ from torch import Tensor
 
 import custom
 
-from ...support.accuracy import assert_close_to_float64, skip_float64
-from ...support.calls import runs_once
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_float64
+from ...support.calls import assert_refuses, by_change, runs_once
 from ...support.deepseek_v4 import config, drawn, float64
 
 F64 = torch.float64
 NAMES = ("x", "hc_fn", "hc_scale", "hc_base", "norm_weight")
-dtypes = pytest.mark.parametrize(
-    "dtype", [F64, torch.float32, torch.float16, torch.bfloat16], ids=str
-)
 # rows, hidden size, a head, a norm
 CASES = {
     "a site": ((2, 3), 40, False, False),
@@ -114,7 +111,7 @@ def of_tf32(given: dict[str, Any], backend: str) -> float:
     return 1e-3 * float(given["hc_fn"].norm(dim=1).max() * given["hc_scale"].abs().max())
 
 
-@dtypes
+@every_dtype
 @cases
 def test_equals_the_formula(case, dtype, device, backend):
     skip_float64(dtype, backend)
@@ -134,7 +131,7 @@ def test_equals_the_formula(case, dtype, device, backend):
         assert value.shape == (0,)
 
 
-@dtypes
+@every_dtype
 @cases
 def test_post_equals_the_formula(case, dtype, device, backend):
     skip_float64(dtype, backend)
@@ -384,9 +381,8 @@ def test_sweeps_are_done_in_their_order():
         (dict(norm_weight=torch.zeros(7)), ValueError, "`norm_weight` has shape"),
         (dict(norm_weight=torch.zeros(8).bfloat16()), TypeError, "`norm_weight` is bfloat16"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+    ids=by_change,
 )
 def test_errors(change, error, sentence):
     good = typed(draw((3,), 8, False, True), torch.float32)
-    with pytest.raises(error, match=f"^npu_hc_pre: .*{sentence}"):
-        custom.npu_hc_pre(**(good | change))
+    assert_refuses("npu_hc_pre", good | change, error, sentence)

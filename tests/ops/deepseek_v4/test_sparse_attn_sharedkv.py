@@ -16,7 +16,7 @@ from torch import Tensor
 import custom
 
 from ...support import deepseek_v4, interpreted
-from ...support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
 from ...support.calls import runs_once
 from ...support.kernels import INTERPRETED, replayed
 from ...support.ragged import BEYOND, ints, run, unpack
@@ -59,7 +59,7 @@ def check(problem: Problem, device, backend, dtype=None, layouts=("BSND", "PA_ND
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_every_layout(dtype, kind, layouts, device, backend):
     skip_unless_taken(dtype, device, backend)
     check(Problem(**KINDS[kind]), device, backend, dtype, layouts)

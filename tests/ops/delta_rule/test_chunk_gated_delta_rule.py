@@ -14,8 +14,9 @@ from torch import Tensor
 import custom
 
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
-from ...support.calls import runs_once
-from ...support.delta_rule import ODD_LENGTHS, Sequences
+from ...support.calls import assert_refuses, by_change
+from ...support.chunked import Chunked
+from ...support.delta_rule import ODD_LENGTHS, Sequences, qwen3_next_chunks
 
 OP = "npu_chunk_gated_delta_rule"
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,16 +48,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_recurrence(case, dtype, device, backend):
     skip_unless_taken(dtype, device, backend)
-    drawn = case.arguments()
-    plain = case.moved(drawn, dtype, "cpu")
-    exact = case.moved(plain, torch.float64, "cpu")
-    with runs_once(OP, backend):
-        out, state = custom.npu_chunk_gated_delta_rule(**case.moved(drawn, dtype, device))
-    want, want_state = reference.forward(**exact)
-    rounded, rounded_state = in_dtype(plain, dtype)
-    assert_close_to_float64("out", out, rounded, want)
-    assert_close_to_float64("state", state, rounded_state, want_state)
-    assert state.dtype is (case.state or torch.float32)
+    RULE.assert_equals_the_recurrence(case, case.arguments(), dtype, device, backend)
 
 
 def in_dtype(x: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -85,17 +77,16 @@ def in_dtype(x: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     )
 
 
+RULE = Chunked(OP, reference.forward, in_dtype)
+
+
 @pytest.mark.parametrize("size", [64, 48])
 def test_keys_alike(size, device, backend):
     """No decay, full rate, keys that are nearly one: the chunk's triangle is nearly all ones, and
     in powers of it what cancels is 1e17 times as large as its inverse."""
     case = Sequences((128,), N=1, Nv=1, Dk=size, Dv=size, state=None, gates=False, alike=True)
-    x = case.moved(case.arguments(), torch.float16, "cpu")
-    want, want_state = reference.forward(**case.moved(x, torch.float64, "cpu"))
-    out, state = custom.npu_chunk_gated_delta_rule(**case.moved(x, torch.float16, device))
-    for got, exact in ((out, want), (state, want_state)):
-        error = (got.cpu().double() - exact).norm() / exact.norm()
-        assert error < 2**-6  # roundings to float16, 2**-11 each, of what is larger than the rest
+    # roundings to float16, 2**-11 each, of what is larger than the rest
+    RULE.assert_near(case, case.arguments(), device, 2**-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -121,31 +112,17 @@ def test_rows_at_odd_addresses(keys, values, dtype, device, backend):
 @pytest.mark.parametrize("odd,meant", ODD_LENGTHS)
 def test_lengths_beyond_the_tokens_end_with_them(odd, meant, size, device, backend):
     case = Sequences(meant, N=1, Nv=1, Dk=size, Dv=size, behind=70 - sum(meant), fading=0.1)
-    x = case.moved(case.arguments(), torch.float16, device)
-    want = custom.npu_chunk_gated_delta_rule(**x)
-    x["actual_seq_lengths"] = torch.tensor(odd, device=device)
-    with runs_once(OP, backend):
-        got = custom.npu_chunk_gated_delta_rule(**x)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    RULE.assert_lengths_end_with_the_tokens(case, "actual_seq_lengths", odd, device, backend)
 
 
 def test_qwen3_next_chunks(device, backend):
-    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     case = Sequences((150,), N=2, Nv=4, Dk=32, Dv=16)
     x = case.moved(case.arguments(), torch.float16, device)
     out, state = custom.npu_chunk_gated_delta_rule(**x)
     wide = {n: y.float() if isinstance(y, Tensor) else y for n, y in x.items()}
-    want, last = qwen.torch_chunk_gated_delta_rule(
-        wide["query"].repeat_interleave(2, 1)[None],
-        wide["key"].repeat_interleave(2, 1)[None],
-        wide["value"][None],
-        g=wide["g"][None],
-        beta=wide["beta"][None],
-        initial_state=wide["initial_state"].mT,
-        output_final_state=True,
-    )
-    torch.testing.assert_close(out.float(), want[0], rtol=2e-3, atol=2e-3)
-    torch.testing.assert_close(state, last.mT, rtol=2e-3, atol=2e-3)
+    want, last = qwen3_next_chunks(wide)
+    torch.testing.assert_close(out.float(), want, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(state, last, rtol=2e-3, atol=2e-3)
 
 
 def test_prompt_then_decode(device, backend):
@@ -180,13 +157,12 @@ def test_prompt_then_decode(device, backend):
         (dict(initial_state=torch.zeros(2, 4, 32, 32)), ValueError, "`initial_state` .* B=1"),
         (dict(actual_seq_lengths=torch.zeros(1)), TypeError, "`actual_seq_lengths` is float32"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+    ids=by_change,
 )
 def test_errors(change, error, sentence):
     case = Sequences((9,))
     good = case.moved(case.arguments(), torch.float32, "cpu")
-    with pytest.raises(error, match=f"{OP}: .*{sentence}"):
-        custom.npu_chunk_gated_delta_rule(**(good | change))
+    assert_refuses(OP, good | change, error, sentence)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

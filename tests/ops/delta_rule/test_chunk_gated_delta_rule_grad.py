@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +13,12 @@ from torch import Tensor
 
 import custom
 
-from ...support import trained
-from ...support.accuracy import assert_close_to_float64, skip_unless_taken
-from ...support.calls import runs_once
-from ...support.delta_rule import ODD_LENGTHS, Sequences, made
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
+from ...support.calls import by_change
+from ...support.delta_rule import ODD_LENGTHS, Sequences, made, qwen3_next_chunks
+from ...support.trained import Rule
 
-FORWARD, OP = "npu_chunk_gated_delta_rule", "npu_chunk_gated_delta_rule_grad"
-LEAVES = ("query", "key", "value", "beta", "initial_state", "g")
+OP = "npu_chunk_gated_delta_rule_grad"
 
 
 def lengths_of(x: dict[str, Any]) -> list[int]:
@@ -64,8 +62,12 @@ def upstream(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return torch.randn(x["value"].shape).double(), torch.randn(shape).double() / 4
 
 
-gradients = partial(trained.gradients, LEAVES)
-with_leaves = partial(trained.with_leaves, LEAVES)
+RULE = Rule(
+    "npu_chunk_gated_delta_rule",
+    ("query", "key", "value", "beta", "initial_state", "g"),
+    recurrence,
+    upstream,
+)
 
 
 CASES = [
@@ -90,27 +92,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
-)
+@every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_autograd_of_the_recurrence(case, dtype, device, backend):
     skip_unless_taken(dtype, device, backend)
-    drawn = case.arguments()
-    grads = upstream(drawn)
-    plain = with_leaves(case.moved(drawn, dtype, "cpu"))
-    # the same rounded numbers, and the upstream ones as the outputs' dtypes hold them
-    exact = with_leaves(case.moved(plain, torch.float64, "cpu"))
-    x = with_leaves(case.moved(drawn, dtype, device))
-    outputs = custom.npu_chunk_gated_delta_rule(**x)
-    grads = tuple(g.to(o.dtype).double().cpu() for g, o in zip(grads, outputs, strict=True))
-    with runs_once(OP, backend):
-        got = gradients(outputs, grads, x)
-    want = gradients(recurrence(exact, torch.float64), grads, exact)
-    rounded = gradients(recurrence(plain, dtype), grads, plain)
-    for name, grad in got.items():
-        assert grad.dtype is x[name].dtype
-        assert_close_to_float64(f"d_{name}", grad, rounded[name], want[name])
+    x = RULE.compared(case, dtype, device, backend)
+    for name, grad in x.got.items():
+        assert_close_to_float64(f"d_{name}", grad, x.rounded[name], x.want[name])
 
 
 @pytest.mark.parametrize("size", [64, 48])
@@ -118,15 +106,7 @@ def test_keys_alike(size, device, backend):
     """No decay, full rate, keys that are nearly one: in powers of the chunk's triangle what
     cancels is 1e17 times as large as its inverse."""
     case = Sequences((128,), N=1, Nv=1, Dk=size, Dv=size, state=None, gates=False, alike=True)
-    x = case.moved(case.arguments(), torch.float16, "cpu")
-    grads = upstream(x)
-    exact = with_leaves(case.moved(x, torch.float64, "cpu"))
-    want = gradients(recurrence(exact, torch.float64), grads, exact)
-    x = with_leaves(case.moved(x, torch.float16, device))
-    got = gradients(custom.npu_chunk_gated_delta_rule(**x), grads, x)
-    for name, grad in got.items():
-        error = (grad.cpu().double() - want[name]).norm() / want[name].norm()
-        assert error < 2**-6, name
+    RULE.assert_near(case, case.arguments(), device, 2**-6)
 
 
 def test_strong_decay_neither_overflows_nor_divides(device, backend):
@@ -135,52 +115,24 @@ def test_strong_decay_neither_overflows_nor_divides(device, backend):
     drawn = case.arguments()
     drawn["g"][1::3] = -2000.0
     drawn["beta"][::5] = 0.0
-    grads = upstream(drawn)
-    exact = with_leaves(case.moved(case.moved(drawn, torch.float16, "cpu"), torch.float64, "cpu"))
-    want = gradients(recurrence(exact, torch.float64), grads, exact)
-    x = with_leaves(case.moved(drawn, torch.float16, device))
-    got = gradients(custom.npu_chunk_gated_delta_rule(**x), grads, x)
-    for name, grad in got.items():
-        error = (grad.cpu().double() - want[name]).norm() / want[name].norm()
-        assert error < 2**-8, name
+    RULE.assert_near(case, drawn, device, 2**-8)
 
 
 def test_equal_runs_give_equal_gradients(device, backend):
-    case = Sequences((130, 70), N=2, Nv=4)
-    x = with_leaves(case.moved(case.arguments(), torch.float16, device))
-    grads = upstream(x)
-    first, second = (gradients(custom.npu_chunk_gated_delta_rule(**x), grads, x) for _ in "ab")
-    for name, grad in first.items():
-        assert torch.equal(grad, second[name]), name
+    RULE.assert_equal_runs(Sequences((130, 70), N=2, Nv=4), device)
 
 
 @pytest.mark.parametrize("odd,meant", ODD_LENGTHS)
 def test_lengths_beyond_the_tokens_end_with_them(odd, meant, device, backend):
     case = Sequences(meant, N=1, Nv=1, Dk=16, Dv=16, behind=70 - sum(meant), fading=0.1)
-    drawn = case.arguments()
-    d_out, d_final = (x.to(device) for x in upstream(drawn))
-    x = case.moved(drawn, torch.float16, device)
-    x |= dict(d_out=d_out.half(), d_final_state=d_final.float())
-    op = getattr(torch.ops.custom, OP)
-    want = op(**x)
-    x["actual_seq_lengths"] = torch.tensor(odd, device=device)
-    with runs_once(OP, backend):
-        got = op(**x)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    RULE.assert_lengths_end_with_the_tokens(case, "actual_seq_lengths", odd, device, backend)
 
 
 @pytest.mark.parametrize("used", ["out", "state"])
 def test_one_output_is_enough(used, device, backend):
     """A loss of one output alone: the gradient of both, with zeros for the other."""
     case = Sequences((40, 3), N=1, Nv=2, Dk=16, Dv=16)
-    x = with_leaves(case.moved(case.arguments(), torch.float16, device))
-    outputs = custom.npu_chunk_gated_delta_rule(**x)
-    leaves, chosen = [x[name] for name in LEAVES], int(used == "state")
-    one = torch.autograd.grad(outputs[chosen].sum(), leaves, retain_graph=True)
-    ups = [torch.full_like(o, float(i == chosen)) for i, o in enumerate(outputs)]
-    for a, b in zip(one, torch.autograd.grad(outputs, leaves, ups), strict=True):
-        torch.testing.assert_close(a, b)
-    assert any(a.any() for a in one)
+    RULE.assert_one_output_is_enough(case, int(used == "state"), device)
 
 
 @pytest.mark.parametrize(
@@ -193,37 +145,19 @@ def test_one_output_is_enough(used, device, backend):
 )
 @pytest.mark.parametrize("public", [True, False], ids=["custom", "torch.ops"])
 def test_gradcheck(case, public):
-    if custom.config.backend != "auto":
-        pytest.skip("float64 is the reference's")
-    x = with_leaves(case.moved(case.arguments(), torch.float64, "cpu"))
-    names = [name for name in LEAVES if x[name] is not None]
-    op = (custom if public else torch.ops.custom).npu_chunk_gated_delta_rule
-
-    def values(*given):
-        return op(**(x | dict(zip(names, given, strict=True))))
-
-    assert torch.autograd.gradcheck(values, [x[name] for name in names], fast_mode=True)
+    RULE.gradcheck(case, public)
 
 
 def test_qwen3_next_training(device, backend):
     """Gradients of Hugging Face's chunked form."""
-    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     case = Sequences((150,), N=2, Nv=4, Dk=32, Dv=16)
-    x = with_leaves(case.moved(case.arguments(), torch.float16, device))
-    wide = with_leaves({n: y.float() if isinstance(y, Tensor) else y for n, y in x.items()})
+    x = RULE.with_leaves(case.moved(case.arguments(), torch.float16, device))
+    wide = RULE.with_leaves({n: y.float() if isinstance(y, Tensor) else y for n, y in x.items()})
     outputs = custom.npu_chunk_gated_delta_rule(**x)
-    theirs, last = qwen.torch_chunk_gated_delta_rule(
-        wide["query"].repeat_interleave(2, 1)[None],
-        wide["key"].repeat_interleave(2, 1)[None],
-        wide["value"][None],
-        g=wide["g"][None],
-        beta=wide["beta"][None],
-        initial_state=wide["initial_state"].mT,
-        output_final_state=True,
-    )
+    theirs = qwen3_next_chunks(wide)
     grads = upstream(x)
-    want = gradients((theirs[0], last.mT), grads, wide)
-    for name, grad in gradients(outputs, grads, x).items():
+    want = RULE.gradients(theirs, grads, wide)
+    for name, grad in RULE.gradients(outputs, grads, x).items():
         error = (grad.float() - want[name]).norm() / want[name].norm()
         assert error < 3e-3, name
 
@@ -237,7 +171,7 @@ def test_qwen3_next_training(device, backend):
         (dict(key=torch.zeros(9, 2, 31)), ValueError, "`key` has shape .* Dk=32"),
         (dict(value=torch.zeros(9, 3, 32)), ValueError, "3 heads and `query` 2"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+    ids=by_change,
 )
 def test_errors(change, error, sentence):
     case = replace(Sequences((9,)), state=torch.float32)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 import custom
 
-from ...support.accuracy import assert_close_to_float64, skip_unless_taken
-from ...support.calls import runs_once
+from ...support.accuracy import skip_unless_taken
+from ...support.calls import assert_refuses, by_change
+from ...support.chunked import Chunked
 from ...support.kda import BOUNDED, EXTREMES, GIVEN, ODD_BOUNDS, PLAIN, SOFTPLUS, Case
 
 OP = "npu_chunk_kda"
@@ -50,19 +51,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_recurrence(case, dtype, device, backend):
     skip_unless_taken(dtype, device, backend)
-    check(case, case.arguments(), dtype, device, backend)
-
-
-def check(case: Case, drawn: dict[str, Any], dtype: torch.dtype, device: Any, backend: str) -> None:
-    plain = case.moved(drawn, dtype, "cpu")
-    exact = case.moved(plain, torch.float64, "cpu")
-    with runs_once(OP, backend):
-        out, state = custom.npu_chunk_kda(**case.moved(drawn, dtype, device))
-    want, want_state = reference.forward(**exact)
-    rounded, rounded_state = in_dtype(plain, dtype)
-    assert_close_to_float64("out", out, rounded, want)
-    assert_close_to_float64("state", state, rounded_state, want_state)
-    assert state.dtype is (case.state or torch.float32)
+    RULE.assert_equals_the_recurrence(case, case.arguments(), dtype, device, backend)
 
 
 def in_dtype(x: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -91,6 +80,9 @@ def in_dtype(x: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
             out[b, t] = one[0, 0]
         states.append(state)
     return out, torch.cat(states) if states else torch.zeros(0, *shape[1:])
+
+
+RULE = Chunked(OP, reference.forward, in_dtype)
 
 
 def scalar_loop(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -174,7 +166,7 @@ def test_extreme_decays(name, dtype, device, backend):
     drawn["g"] = decay.expand(drawn["g"].shape).contiguous()
     # channels on their own
     drawn["g"][..., ::4] = -0.01
-    check(case, drawn, dtype, device, backend)
+    RULE.assert_equals_the_recurrence(case, drawn, dtype, device, backend)
 
 
 @pytest.mark.parametrize("size", [64, 48])
@@ -184,24 +176,15 @@ def test_keys_alike(size, device, backend):
     case = Case((128,), H=1, HV=1, K=size, V=size, state=None, gate=GIVEN, alike=True)
     drawn = case.arguments()
     drawn |= dict(g=torch.zeros_like(drawn["g"]), beta=torch.ones_like(drawn["beta"]))
-    x = case.moved(drawn, torch.float16, "cpu")
-    want, want_state = reference.forward(**case.moved(x, torch.float64, "cpu"))
-    out, state = custom.npu_chunk_kda(**case.moved(x, torch.float16, device))
-    for got, exact in ((out, want), (state, want_state)):
-        error = (got.cpu().double() - exact).norm() / exact.norm()
-        assert error < 2**-6  # roundings to float16, 2**-11 each, of what is larger than the rest
+    # roundings to float16, 2**-11 each, of what is larger than the rest
+    RULE.assert_near(case, drawn, device, 2**-6)
 
 
 @pytest.mark.parametrize("odd,meant", ODD_BOUNDS)
 def test_bounds_beyond_the_tokens_end_with_them(odd, meant, device, backend):
     lengths = tuple(b - a for a, b in pairwise(meant))
     case = Case(lengths, H=1, HV=1, before=meant[0], behind=70 - meant[-1], fading=0.1)
-    x = case.moved(case.arguments(), torch.float16, device)
-    want = custom.npu_chunk_kda(**x)
-    x["cu_seqlens"] = torch.tensor(odd, device=device)
-    with runs_once(OP, backend):
-        got = custom.npu_chunk_kda(**x)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    RULE.assert_lengths_end_with_the_tokens(case, "cu_seqlens", odd, device, backend)
 
 
 def test_one_decay_for_all_channels_is_the_gated_delta_rule(device, backend):
@@ -292,10 +275,9 @@ def test_prompt_then_decode(gate, layout, device, backend):
         (dict(dt_bias=torch.zeros(3)), ValueError, r"`dt_bias` .* HV\*K=64"),
         (dict(state_layout="v"), ValueError, "`state_layout` is 'v'"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+    ids=by_change,
 )
 def test_errors(change, error, sentence):
     case = Case((9,))
     good = case.moved(case.arguments(), torch.float32, "cpu")
-    with pytest.raises(error, match=f"{OP}: .*{sentence}"):
-        custom.npu_chunk_kda(**(good | change))
+    assert_refuses(OP, good | change, error, sentence)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,15 +13,14 @@ from torch import Tensor
 
 import custom
 
-from ...support import trained
-from ...support.accuracy import assert_close_to_float64, skip_unless_taken
-from ...support.calls import runs_once
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
+from ...support.calls import by_change
 from ...support.delta_rule import made
 from ...support.kda import BOUNDED, EXTREMES, GIVEN, ODD_BOUNDS, PLAIN, SOFTPLUS, Case
+from ...support.trained import Rule
 
-FORWARD, OP = "npu_chunk_kda", "npu_chunk_kda_grad"
+OP = "npu_chunk_kda_grad"
 pytestmark = pytest.mark.usefixtures("one_thread")
-LEAVES = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 
 
 def recurrence(x: dict[str, Any], stored: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -78,8 +76,12 @@ def upstream(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return torch.randn(x["v"].shape).double(), torch.randn(shape).double() / 4
 
 
-gradients = partial(trained.gradients, LEAVES)
-with_leaves = partial(trained.with_leaves, LEAVES)
+RULE = Rule(
+    "npu_chunk_kda",
+    ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"),
+    recurrence,
+    upstream,
+)
 
 
 CASES = [
@@ -103,28 +105,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
-)
+@every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_autograd_of_the_recurrence(case, dtype, device, backend):
     skip_unless_taken(dtype, device, backend)
-    drawn = case.arguments()
-    grads = upstream(drawn)
-    plain = with_leaves(case.moved(drawn, dtype, "cpu"))
-    # the same rounded numbers, and the upstream ones as the outputs' dtypes hold them
-    exact = with_leaves(case.moved(plain, torch.float64, "cpu"))
-    x = with_leaves(case.moved(drawn, dtype, device))
-    outputs = custom.npu_chunk_kda(**x)
-    grads = tuple(g.to(o.dtype).double().cpu() for g, o in zip(grads, outputs, strict=True))
-    with runs_once(OP, backend):
-        got = gradients(outputs, grads, x)
-    want = gradients(recurrence(exact, torch.float64), grads, exact)
-    rounded = gradients(recurrence(plain, dtype), grads, plain)
-    apart = with_leaves(by_token(exact))
-    shares = gradients(recurrence(apart, torch.float64), grads, apart)
-    for name, grad in got.items():
-        assert grad.dtype is x[name].dtype
+    x = RULE.compared(case, dtype, device, backend)
+    rounded, want, exact = x.rounded, x.want, x.exact
+    apart = RULE.with_leaves(by_token(exact))
+    shares = RULE.of_recurrence(apart, torch.float64, x.grads)
+    for name, grad in x.got.items():
         if name in ("A_log", "dt_bias"):
             assert_sum_of_tokens(name, grad, rounded[name], want[name], shares[name], dtype)
         elif name == "beta" and dtype in (torch.float16, torch.bfloat16):
@@ -175,7 +164,7 @@ def test_extreme_decays(name, device, backend):
     drawn["g"] = decay.expand(drawn["g"].shape).contiguous()
     drawn["g"][..., ::4] = -0.01
     drawn["beta"][:, ::5] = 0.0
-    relative(case, drawn, device, 2**-8)
+    RULE.assert_near(case, drawn, device, 2**-8)
 
 
 @pytest.mark.parametrize("size", [64, 48])
@@ -185,57 +174,29 @@ def test_keys_alike(size, device, backend):
     case = Case((128,), H=1, HV=1, K=size, V=size, state=None, gate=GIVEN, alike=True)
     drawn = case.arguments()
     drawn |= dict(g=torch.zeros_like(drawn["g"]), beta=torch.ones_like(drawn["beta"]))
-    relative(case, drawn, device, 2**-5)
-
-
-def relative(case: Case, drawn: dict[str, Any], device: Any, most: float) -> None:
-    """The gradients in float16 are off by less than `most` of their length."""
-    grads = upstream(drawn)
-    exact = with_leaves(case.moved(case.moved(drawn, torch.float16, "cpu"), torch.float64, "cpu"))
-    want = gradients(recurrence(exact, torch.float64), grads, exact)
-    x = with_leaves(case.moved(drawn, torch.float16, device))
-    got = gradients(custom.npu_chunk_kda(**x), grads, x)
-    for name, grad in got.items():
-        error = (grad.cpu().double() - want[name]).norm() / want[name].norm()
-        assert error < most, f"{name}: {error}"
+    RULE.assert_near(case, drawn, device, 2**-5)
 
 
 def test_equal_runs_give_equal_gradients(device, backend):
-    case = Case((130, 70), H=2, HV=4)
-    x = with_leaves(case.moved(case.arguments(), torch.float16, device))
-    grads = upstream(x)
-    first, second = (gradients(custom.npu_chunk_kda(**x), grads, x) for _ in "ab")
-    for name, grad in first.items():
-        assert torch.equal(grad, second[name]), name
+    RULE.assert_equal_runs(Case((130, 70), H=2, HV=4), device)
 
 
 @pytest.mark.parametrize("odd,meant", ODD_BOUNDS)
 def test_bounds_beyond_the_tokens_end_with_them(odd, meant, device, backend):
     lengths = tuple(b - a for a, b in pairwise(meant))
     case = Case(lengths, H=1, HV=1, K=16, V=16, before=meant[0], behind=70 - meant[-1], fading=0.1)
-    drawn = case.arguments()
-    d_out, d_final = (x.to(device) for x in upstream(drawn))
-    x = case.moved(drawn, torch.float16, device)
-    x |= dict(d_out=d_out.half(), d_final_state=d_final.float())
-    op = getattr(torch.ops.custom, OP)
-    want = op(**x)
-    x["cu_seqlens"] = torch.tensor(odd, device=device)
-    with runs_once(OP, backend):
-        got = op(**x)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    RULE.assert_lengths_end_with_the_tokens(case, "cu_seqlens", odd, device, backend)
 
 
 @pytest.mark.parametrize("gate", [SOFTPLUS, BOUNDED])
 def test_tokens_of_no_sequence_may_hold_anything(gate, device, backend):
     """And get gradients of zero; the gate's parameters none of theirs."""
     case = Case((5, 3), H=1, HV=2, K=16, V=16, before=2, behind=3, gate=gate)
-    x = case.moved(case.arguments(), torch.float16, device)
-    d_out, d_final = (y.to(device) for y in upstream(x))
-    x |= dict(d_out=d_out.half(), d_final_state=d_final.float())
-    want = getattr(torch.ops.custom, OP)(**x)
+    x = RULE.for_grad(case, device)
+    want = RULE.grad(**x)
     for name in ("q", "k", "v", "g", "beta", "d_out"):
         x[name][:, :2] = x[name][:, -3:] = torch.nan
-    got = getattr(torch.ops.custom, OP)(**x)
+    got = RULE.grad(**x)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     for grad in got[:5]:
         assert not grad[:, :2].any() and not grad[:, -3:].any()
@@ -244,11 +205,11 @@ def test_tokens_of_no_sequence_may_hold_anything(gate, device, backend):
 def test_a_bias_in_one_row(device, backend):
     """[HV * K], as a checkpoint has it: its gradient has that shape, and the same numbers."""
     case = Case((40, 3), H=1, HV=2, K=16, V=16)
-    x = with_leaves(case.moved(case.arguments(), torch.float16, device))
+    x = RULE.with_leaves(case.moved(case.arguments(), torch.float16, device))
     grads = upstream(x)
-    want = gradients(custom.npu_chunk_kda(**x), grads, x)
+    want = RULE.gradients(custom.npu_chunk_kda(**x), grads, x)
     x["dt_bias"] = x["dt_bias"].detach().flatten().requires_grad_()
-    got = gradients(custom.npu_chunk_kda(**x), grads, x)
+    got = RULE.gradients(custom.npu_chunk_kda(**x), grads, x)
     assert want["dt_bias"].any() and got["dt_bias"].shape == (2 * 16,)
     for name, grad in want.items():
         assert torch.equal(got[name].view_as(grad), grad), name
@@ -258,14 +219,7 @@ def test_a_bias_in_one_row(device, backend):
 def test_one_output_is_enough(used, device, backend):
     """A loss of one output alone: the gradient of both, with zeros for the other."""
     case = Case((40, 3), H=1, HV=2, K=16, V=16)
-    x = with_leaves(case.moved(case.arguments(), torch.float16, device))
-    outputs = custom.npu_chunk_kda(**x)
-    leaves, chosen = [x[name] for name in LEAVES], int(used == "state")
-    one = torch.autograd.grad(outputs[chosen].sum(), leaves, retain_graph=True)
-    ups = [torch.full_like(o, float(i == chosen)) for i, o in enumerate(outputs)]
-    for a, b in zip(one, torch.autograd.grad(outputs, leaves, ups), strict=True):
-        torch.testing.assert_close(a, b)
-    assert any(a.any() for a in one)
+    RULE.assert_one_output_is_enough(case, int(used == "state"), device)
 
 
 @pytest.mark.parametrize(
@@ -280,24 +234,15 @@ def test_one_output_is_enough(used, device, backend):
 )
 @pytest.mark.parametrize("public", [True, False], ids=["custom", "torch.ops"])
 def test_gradcheck(case, public):
-    if custom.config.backend != "auto":
-        pytest.skip("float64 is the reference's")
-    x = with_leaves(case.moved(case.arguments(), torch.float64, "cpu"))
-    names = [name for name in LEAVES if x[name] is not None]
-    op = (custom if public else torch.ops.custom).npu_chunk_kda
-
-    def values(*given):
-        return op(**(x | dict(zip(names, given, strict=True))))
-
-    assert torch.autograd.gradcheck(values, [x[name] for name in names], fast_mode=True)
+    RULE.gradcheck(case, public)
 
 
 def test_kimi_linear_training(device, backend):
     """Gradients of Hugging Face's chunked form."""
     kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
     case = Case((150,), packed=False, K=32, V=16, fading=0.3)
-    x = with_leaves(case.moved(case.arguments(), torch.float16, device))
-    wide = with_leaves({n: y.float() if isinstance(y, Tensor) else y for n, y in x.items()})
+    x = RULE.with_leaves(case.moved(case.arguments(), torch.float16, device))
+    wide = RULE.with_leaves({n: y.float() if isinstance(y, Tensor) else y for n, y in x.items()})
     outputs = custom.npu_chunk_kda(**x)
     rate = wide["A_log"].exp()[:, None]
     theirs = kimi.chunk_kimi_delta_attention(
@@ -311,8 +256,8 @@ def test_kimi_linear_training(device, backend):
         use_qk_l2norm_in_kernel=True,
     )
     grads = upstream(x)
-    want = gradients(theirs, grads, wide)
-    for name, grad in gradients(outputs, grads, x).items():
+    want = RULE.gradients(theirs, grads, wide)
+    for name, grad in RULE.gradients(outputs, grads, x).items():
         error = (grad.float() - want[name]).norm() / want[name].norm()
         assert error < 3e-3, name
 
@@ -326,7 +271,7 @@ def test_kimi_linear_training(device, backend):
         (dict(k=torch.zeros(1, 9, 2, 31)), ValueError, "`k` has shape .* K=32"),
         (dict(v=torch.zeros(1, 9, 3, 32)), ValueError, "3 heads and `q` 2"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+    ids=by_change,
 )
 def test_errors(change, error, sentence):
     case = Case((9,))

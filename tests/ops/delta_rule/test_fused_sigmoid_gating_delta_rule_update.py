@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import custom
 
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
-from ...support.calls import runs_once
+from ...support.calls import assert_refuses, by_change, runs_once
 from ...support.delta_rule import POOLS, Step, moved
 from ...support.samples import apart
 
@@ -398,12 +398,11 @@ def test_gate_far_from_zero(device, backend):
         (dict(cu_seqlens=torch.tensor([0, 1, 2])), ValueError, "batch 2, expected 1"),
         (dict(intermediate_state_indices=torch.tensor([0, 1])), ValueError, "expected both"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+    ids=by_change,
 )
 def test_errors(change, error, sentence):
     case = Step()
     good = moved(case.arguments(), torch.float32, case, "cpu")
     state = good["initial_state_source"].clone()
-    with pytest.raises(error, match=f"{OP}: .*{sentence}"):
-        custom.npu_fused_sigmoid_gating_delta_rule_update(**(good | change))
+    assert_refuses(OP, good | change, error, sentence)
     assert torch.equal(good["initial_state_source"], state)

@@ -12,7 +12,7 @@ import torch
 
 import custom
 
-from ...support.calls import runs_once
+from ...support.calls import assert_refuses, by_change, runs_once
 from ...support.convolution import Layer
 
 OP = "npu_gated_delta_layer_decode"
@@ -338,7 +338,7 @@ def test_two_caches_of_one_pool(device, backend):
         (dict(intermediate_state_indices=torch.zeros(3).int()), ValueError, "only some of"),
         (dict(retrieve_parent_token=torch.zeros(3, 1).int()), ValueError, "a tree has no last"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+    ids=by_change,
 )
 def test_errors(change, error, sentence):
     good = Layer().arguments(torch.float32, "cpu")
@@ -347,6 +347,5 @@ def test_errors(change, error, sentence):
             conv_weight=torch.zeros(4, 190), conv_bias=None, conv_states=torch.zeros(6, 3, 190)
         )
     kept = {name: good[name].clone() for name in ("conv_states", "states")}
-    with pytest.raises(error, match=f"{OP}: .*{sentence}"):
-        custom.npu_gated_delta_layer_decode(**(good | change))
+    assert_refuses(OP, good | change, error, sentence)
     assert all(torch.equal(good[name], before) for name, before in kept.items())

@@ -15,8 +15,8 @@ from torch.nn.functional import silu
 
 import custom
 
-from ...support.accuracy import assert_close_to_float64, skip_float64
-from ...support.calls import runs_once
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_float64
+from ...support.calls import assert_refuses, by_change, runs_once
 from ...support.convolution import Norm
 
 OP, GRAD = "npu_gated_rms_norm", "npu_gated_rms_norm_grad"
@@ -31,9 +31,6 @@ CASES = [
     Norm((4, 1040), group=208, activation="swish"),
     Norm((0, 16)),
 ]
-dtypes = pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
-)
 
 
 def plainly(x: Tensor, gate: Tensor, weight: Tensor, **o: Any) -> Tensor:
@@ -46,7 +43,7 @@ def plainly(x: Tensor, gate: Tensor, weight: Tensor, **o: Any) -> Tensor:
     return out * opened if o["norm_before_gate"] else out
 
 
-@dtypes
+@every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_formula(case, dtype, device, backend):
     skip_float64(dtype, backend)
@@ -78,7 +75,7 @@ def test_reference_equals_a_loop_over_numbers():
                     assert math.isclose(float(out[row, first + i]), want, rel_tol=1e-12)
 
 
-@dtypes
+@every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradient_equals_autograd(case, dtype, device, backend):
     skip_float64(dtype, backend)
@@ -132,10 +129,9 @@ def test_equals_qwen3_next(device, backend):
         (dict(epsilon=-1.0), ValueError, "`epsilon` is -1.0"),
         (dict(gate=torch.zeros(5, 3, 96).half()), TypeError, "`gate` has dtype"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+    ids=by_change,
 )
 def test_errors(change, error, sentence):
     case = Norm((5, 3, 96), group=32)
     good = case.moved(case.arguments(), torch.float32, "cpu")
-    with pytest.raises(error, match=f"{OP}: .*{sentence}"):
-        custom.npu_gated_rms_norm(**(good | change))
+    assert_refuses(OP, good | change, error, sentence)

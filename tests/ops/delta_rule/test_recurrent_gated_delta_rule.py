@@ -14,8 +14,8 @@ from torch import Tensor
 
 import custom
 
-from ...support.accuracy import assert_close_to_float64, skip_unless_taken
-from ...support.calls import runs_once
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
+from ...support.calls import assert_refuses, by_change, runs_once
 from ...support.drawn import drawn, ints
 
 OP = "npu_recurrent_gated_delta_rule"
@@ -131,9 +131,7 @@ def by_scalars(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return out, state
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
-)
+@every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_scalar_loops(case, dtype, device, backend):
     if dtype is not torch.float32:
@@ -194,13 +192,12 @@ def test_drafts_that_were_refused_leave_nothing(device, backend):
         (dict(gk=torch.zeros(2, 4)), "`gk` has shape"),
         (dict(value=torch.zeros(2, 3, 16, dtype=torch.float64)), "3 heads and `query` 2"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+    ids=by_change,
 )
 def test_errors(change, sentence):
     arguments = Call().arguments() | change
     kept = arguments["state"].clone()
-    with pytest.raises(ValueError, match=f"{OP}: .*{sentence}"):
-        custom.npu_recurrent_gated_delta_rule(**arguments)
+    assert_refuses(OP, arguments, ValueError, sentence)
     assert torch.equal(arguments["state"], kept)
 
 

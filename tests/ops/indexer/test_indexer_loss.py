@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import custom
 
-from ...support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from ...support.calls import runs_once
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
+from ...support.calls import by_change, runs_once
 from ...support.drawn import drawn
 from ...support.samples import sample
 
@@ -111,7 +111,7 @@ def with_lse(case: Case, x: dict[str, Any]) -> dict[str, Any]:
     return x | (dict(softmax_lse=logits(x)[0].logsumexp(-1)) if case.lse else {})
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_kl_div(case, dtype, device, backend):
     skip_unless_taken(dtype, device, backend)
@@ -402,7 +402,7 @@ def chain_by_autograd(x: dict[str, Any], indices: Tensor, dtype: torch.dtype) ->
     return *grads, rows.sum()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 @pytest.mark.parametrize("count", [4, 11])
 def test_chain_to_the_indexers_inputs(count, dtype, device, backend):
     """From the attention's queries and keys to the gradients that train the indexer, with 4 of 11
@@ -473,7 +473,7 @@ def test_scalar_loops(data):
         (dict(eps=0.0), ValueError, "`eps` is 0.0"),
         (dict(chunk_offset=-1), ValueError, "`chunk_offset` is -1"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+    ids=by_change,
 )
 def test_errors(change, error, sentence):
     good = to(CASES[0].arguments(), torch.float32)

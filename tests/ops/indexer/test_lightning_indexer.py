@@ -15,7 +15,7 @@ from torch import Tensor
 
 import custom
 
-from ...support.accuracy import DTYPES, skip_unless_taken
+from ...support.accuracy import every_dtype, skip_unless_taken
 from ...support.ragged import (
     LAYOUTS,
     Packed,
@@ -91,7 +91,7 @@ def call(backend, packed, queries, keys, weights, dtype, **options):
 
 @pytest.mark.parametrize("sparse_mode", [3, 0])
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_selection_and_ties_are_exact(device, backend, dtype, layouts, sparse_mode):
     skip_unless_taken(dtype, device, backend)
     rows, lengths = zip(*RAGGED, strict=True)
@@ -120,7 +120,7 @@ def test_selection_and_ties_are_exact(device, backend, dtype, layouts, sparse_mo
 
 
 @pytest.mark.parametrize("layouts", [("BSND", "BSND"), ("BSND", "PA_BSND")], ids="-".join)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_drawn_scores_within_a_band(device, backend, dtype, layouts):
     """Every selected score reaches the true k-th best, and every better one is selected, but for a
     band as wide as float32 sums of this length can be off."""
@@ -180,7 +180,7 @@ def test_long_context_ties_at_the_boundary(device, backend, dtype):
     assert torch.equal(got.long(), wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_minus_zero_ties_with_zero(device, backend, dtype):
     """A negative weight times relu(..) = 0 is -0: the lower position must still win."""
     skip_unless_taken(dtype, device, backend)
@@ -193,7 +193,7 @@ def test_minus_zero_ties_with_zero(device, backend, dtype):
         assert indices.flatten().tolist() == list(range(9))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_pages_out_of_range_are_absent(device, backend, dtype):
     skip_unless_taken(dtype, device, backend)
     query, weights = torch.ones(1, 1, 2, 16), torch.ones(1, 1, 2)

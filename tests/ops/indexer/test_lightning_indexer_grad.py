@@ -10,7 +10,7 @@ from torch import Tensor
 
 import custom
 
-from ...support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
 from ...support.ragged import (
     Packed,
     assert_lengths_end_with_the_tensors,
@@ -73,7 +73,7 @@ class Problem:
 
 @pytest.mark.parametrize("sparse_mode", [3, 0, None])
 @pytest.mark.parametrize("layout", [*LAYOUTS, None])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_formula(device, backend, dtype, layout, sparse_mode):
     skip_unless_taken(dtype, device, backend)
     problem = Problem(dtype)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import custom
 
-from ...support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from ...support.calls import runs_once
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
+from ...support.calls import assert_refuses, by_change, runs_once
 from ...support.drawn import drawn
 from ...support.samples import sample
 
@@ -132,7 +132,7 @@ def by_autograd(x: dict[str, Any], ok: Tensor, dtype: torch.dtype) -> tuple[Tens
     return *torch.autograd.grad(loss, leaves), loss.detach()[None]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_autograd(case, dtype, device, backend):
     skip_unless_taken(dtype, device, backend)
@@ -153,7 +153,7 @@ def test_equals_autograd(case, dtype, device, backend):
     torch.testing.assert_close(got[3].cpu().double(), exact[3], **tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_statistics_of_the_attention_itself(dtype, device, backend):
     """What npu_sparse_flash_attention returned, on the same device: no pass over the logits is
     needed, and loss and gradients are those of autograd, which takes no statistics."""
@@ -244,13 +244,12 @@ def test_layout_tnd_is_a_request_at_a_time(device, backend):
         (dict(actual_seq_qlen=[5, 5]), ValueError, "`actual_seq_qlen` has 2 numbers, expected 1"),
         (dict(sparse_mode=2), ValueError, "`sparse_mode` is 2"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+    ids=by_change,
 )
 def test_errors(change, error, sentence):
     x = to(CASES[0].arguments(), torch.float32)
     good = to(with_statistics(x, CASES[0].seen(x)), torch.float32)
-    with pytest.raises(error, match=f"{OP}: .*{sentence}"):
-        custom.npu_sparse_lightning_indexer_grad_kl_loss(**(good | change))
+    assert_refuses(OP, good | change, error, sentence)
 
 
 def test_a_key_of_infinity_in_heads_that_fill_no_tile(device, backend):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ...support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
 from ...support.golden import Golden
 from ...support.prologs import FORMS, Tokens, check_caches, refuse
 from ...support.ragged import run
@@ -70,7 +70,7 @@ def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("B", "S"), [(1, 1), (3, 2), (5, 7)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_formulas(device, backend, dtype, B, S, interleaved):
     check(device, backend, dtype, B, S, interleaved)
 

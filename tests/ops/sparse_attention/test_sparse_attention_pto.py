@@ -16,7 +16,7 @@ from torch import Tensor
 
 import custom
 
-from ...support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
 from ...support.golden import Golden, Layer
 from ...support.prologs import refuse
 from ...support.ragged import run, shuffled_table
@@ -162,20 +162,20 @@ LENGTHS = [(1,), (33, 2, 16), (0, 47, 1, 64, 5)]
 
 @pytest.mark.parametrize("S", [1, 2, 4])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_formulas(device, backend, dtype, lengths, S):
     """Lengths below S among them, and empty requests."""
     skip_unless_taken(dtype, device, backend)
     check_all_selected(device, backend, dtype, lengths, S)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_public_conventions_through_the_keywords(device, backend, dtype):
     skip_unless_taken(dtype, device, backend)
     check_all_selected(device, backend, dtype, (33, 7), 2, random_slots=True, **PUBLIC)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_without_rotary_part(device, backend, dtype):
     skip_unless_taken(dtype, device, backend)
     check_all_selected(device, backend, dtype, (0, 47, 5), 2, Dr=0)
@@ -191,7 +191,7 @@ def test_selection_in_float64(lengths, options):
 
 
 @pytest.mark.parametrize("S", [1, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_equals_its_four_stages(device, backend, dtype, S):
     """The same numbers as a caller who runs the stages apart, in caches and output."""
     skip_unless_taken(dtype, device, backend)
@@ -254,7 +254,7 @@ def without_indexer(arguments: dict) -> dict:
 
 
 @pytest.mark.parametrize("S", [1, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_selecting_and_sharing_equal_the_whole(device, backend, dtype, S):
     """The selection is the indexer's, and another call with it gives the same output and caches."""
     skip_unless_taken(dtype, device, backend)
@@ -281,7 +281,7 @@ def test_selecting_and_sharing_equal_the_whole(device, backend, dtype, S):
 
 @pytest.mark.parametrize("options", [{}, dict(softmax_scale=0.2, rms_norm_eps=1e-3)], ids=str)
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_given_positions(device, backend, dtype, integer, options):
     """In any order, some absent, some behind what the token sees; a row may have none at all."""
     skip_unless_taken(dtype, device, backend)

@@ -13,7 +13,7 @@ import torch
 import custom
 
 from ...support import interpreted
-from ...support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
 from ...support.blocks import Problem
 from ...support.ragged import BEYOND, ints, run
 from ...support.samples import sample
@@ -35,7 +35,7 @@ def check(problem, backend, device, dtype):
     assert torch.equal(alone, out) and list(empty.shape) == [0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 @pytest.mark.parametrize("block, page", [(4, 16), (16, 16), (12, 32), (48, 16), (1, 16)])
 def test_blocks_below_and_above_the_page(device, backend, dtype, block, page):
     skip_unless_taken(dtype, device, backend)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import custom
 
-from ...support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
 from ...support.ragged import (
     LAYOUTS,
     Packed,
@@ -64,7 +64,7 @@ def check(problem: Problem, backend, device, dtype, layouts, sparse_mode=3):
 
 @pytest.mark.parametrize("sparse_mode", [3, 0])
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_every_layout(device, backend, dtype, layouts, sparse_mode):
     skip_unless_taken(dtype, device, backend)
     problem = Problem(*zip(*RAGGED, strict=True))
@@ -79,7 +79,7 @@ def test_blocks_of_positions(device, backend, layouts, block_size):
 
 
 @pytest.mark.parametrize("layouts", [("BSND", "BSND"), ("TND", "PA_BSND")], ids="-".join)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_sinks_enter_the_denominator_alone(device, backend, dtype, layouts):
     skip_unless_taken(dtype, device, backend)
     problem = Problem(*zip(*RAGGED, strict=True), sinks=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import custom
 
-from ...support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
 from ...support.ragged import (
     Packed,
     assert_lengths_end_with_the_tensors,
@@ -107,7 +107,7 @@ def by_formula(problem: Problem, d_out, d_lse, dtype, sparse_mode, order) -> dic
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("sparse_mode", [3, 0])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_formula(device, backend, dtype, layout, sparse_mode, options, of_lse):
     skip_unless_taken(dtype, device, backend)
     problem = Problem(*zip(*RAGGED, strict=True), **options).rounded_to(dtype)
