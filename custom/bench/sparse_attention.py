@@ -226,7 +226,7 @@ def _layer(
 
 # the layer's arguments by the names of the prologs'
 _BOTH = {"token_x": "x", "rope_sin": "sin", "rope_cos": "cos", "cache_index": "cache_index"}
-_MLA = _BOTH | {
+MLA_PROLOG = _BOTH | {
     "weight_dq": "w_dq",
     "weight_uq_qr": "w_uq_qr",
     "weight_uk": "w_uk",
@@ -236,7 +236,7 @@ _MLA = _BOTH | {
     "kv_cache": "kv_cache",
     "kr_cache": "kr_cache",
 }
-_INDEXER = _BOTH | {
+INDEXER_PROLOG = _BOTH | {
     "weight_qb": "w_idx_qb",
     "weight_k": "w_idx_k",
     "weight_proj": "w_idx_proj",
@@ -254,7 +254,7 @@ def mla_prolog_case(b: int, n: int, model: Model = DEEPSEEK) -> Case:
     size, _ = model.prolog_size(n)
 
     def make(device: torch.device, seed: int) -> Arguments:
-        return _renamed(_layer(device, seed, b, 1, n, P, model), _MLA)
+        return _renamed(_layer(device, seed, b, 1, n, P, model), MLA_PROLOG)
 
     return Case(
         "npu_mla_prolog_pto",
@@ -274,7 +274,7 @@ def indexer_prolog_case(b: int, model: Model = DEEPSEEK) -> Case:
     def make(device: torch.device, seed: int) -> Arguments:
         query_norm = Draw(device, seed + 1).normal(b, 1, model.rq)
         layer = _layer(device, seed, b, 1, 1, P, model)
-        return _renamed(layer, _INDEXER) | dict(
+        return _renamed(layer, INDEXER_PROLOG) | dict(
             query_norm=query_norm, rope_interleaved=model.index_rope_interleaved
         )
 
@@ -315,11 +315,11 @@ def layer_case(
         """The four ops whose composition the layer is, each on the outputs of those before it."""
         ops = torch.ops.custom
         paged = dict(block_table=layer["block_table"])
-        mla = partial(ops.npu_mla_prolog_pto, **_renamed(layer, _MLA))
+        mla = partial(ops.npu_mla_prolog_pto, **_renamed(layer, MLA_PROLOG))
         query, query_rope, query_norm = mla()
         prolog = partial(
             ops.npu_indexer_prolog_pto,
-            **_renamed(layer, _INDEXER),
+            **_renamed(layer, INDEXER_PROLOG),
             query_norm=query_norm,
             rope_interleaved=interleaved,
         )
@@ -377,7 +377,7 @@ def shared_case(
     def make(device: torch.device, seed: int) -> Arguments:
         layer = _layer(device, seed, b, s, n, context, model)
         chosen = Draw(device, seed + 1).chosen(b * s, k, context - s).view(b, s, 1, k)
-        kept = (*_MLA.values(), "block_table", "act_seqs")
+        kept = (*MLA_PROLOG.values(), "block_table", "act_seqs")
         return {name: layer[name] for name in kept} | dict(sparse_indices=chosen)
 
     names = ("x", "sin", "cos", "cache_index", "block_table", "act_seqs", "sparse_indices")

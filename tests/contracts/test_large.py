@@ -43,48 +43,46 @@ def paged(cache: Tensor, device) -> dict:
     return dict(block_table=ints([len(cache) - 1], device).view(1, 1))
 
 
+def assert_same(op: str, backend: str, caches: tuple[Tensor, Tensor], **arguments) -> None:
+    """An op reads the same in both caches."""
+    outs = [
+        run(op, backend, key=cache, **arguments, **paged(cache, cache.device)) for cache in caches
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+
+
 def test_indexer(device, backend, room):
     m = Maker(device, DTYPE)
     query, weights = m.normal(1, 2, 4, 128), m.normal(1, 2, 4)
-    outs = [
-        run(
-            "npu_lightning_indexer",
-            backend,
-            query=query,
-            key=cache,
-            weights=weights,
-            actual_seq_lengths_key=ints([100], device),
-            layout_key="PA_BSND",
-            sparse_count=16,
-            return_value=True,
-            **paged(cache, device),
-        )
-        for cache in great_and_small(128, device)
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+    assert_same(
+        "npu_lightning_indexer",
+        backend,
+        great_and_small(128, device),
+        query=query,
+        weights=weights,
+        actual_seq_lengths_key=ints([100], device),
+        layout_key="PA_BSND",
+        sparse_count=16,
+        return_value=True,
+    )
 
 
 def test_attention(device, backend, room):
     m = Maker(device, DTYPE)
     query = m.normal(1, 2, 4, 512)
     indices = m.shuffled(1, 2, 1, 32, high=100)
-    outs = [
-        run(
-            "npu_sparse_flash_attention",
-            backend,
-            query=query,
-            key=cache,
-            value=None,
-            sparse_indices=indices,
-            scale_value=0.1,
-            actual_seq_lengths_kv=ints([100], device),
-            layout_kv="PA_BSND",
-            return_softmax_lse=True,
-            **paged(cache, device),
-        )
-        for cache in great_and_small(512, device)
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+    assert_same(
+        "npu_sparse_flash_attention",
+        backend,
+        great_and_small(512, device),
+        query=query,
+        value=None,
+        sparse_indices=indices,
+        scale_value=0.1,
+        actual_seq_lengths_kv=ints([100], device),
+        layout_kv="PA_BSND",
+        return_softmax_lse=True,
+    )
 
 
 def test_prologs_write_the_last_page(device, backend, room):

@@ -13,6 +13,7 @@ from custom.dispatch.env import config
 from torch import Tensor
 
 import custom
+from custom.bench.sparse_attention import INDEXER_PROLOG, MLA_PROLOG
 
 from ..support import convolution, eight_bits, kda, layer_v4, ragged
 from ..support.blocks import Problem as Blocks
@@ -26,33 +27,7 @@ from .draw import KIND, Case
 Arguments = dict[str, Any]
 Garbage = dict[str, Tensor]  # where a tensor's numbers are nobody's
 CPU = torch.device("cpu")
-_MLA = {
-    "token_x": "x",
-    "weight_dq": "w_dq",
-    "weight_uq_qr": "w_uq_qr",
-    "weight_uk": "w_uk",
-    "weight_dkv_kr": "w_dkv_kr",
-    "rmsnorm_gamma_cq": "gamma_cq",
-    "rmsnorm_gamma_ckv": "gamma_ckv",
-    "rope_sin": "sin",
-    "rope_cos": "cos",
-    "kv_cache": "kv_cache",
-    "kr_cache": "kr_cache",
-    "cache_index": "cache_index",
-}
-_INDEXER = {
-    "token_x": "x",
-    "query_norm": "query_norm",
-    "weight_qb": "w_idx_qb",
-    "weight_k": "w_idx_k",
-    "weight_proj": "w_idx_proj",
-    "ln_gamma_k": "in_gamma_k",
-    "ln_beta_k": "in_beta_k",
-    "rope_sin": "sin",
-    "rope_cos": "cos",
-    "index_k_cache": "index_k_cache",
-    "cache_index": "cache_index",
-}
+_INDEXER_PROLOG = INDEXER_PROLOG | {"query_norm": "query_norm"}
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -86,7 +61,9 @@ def _layer(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     given = {n: x.to(own).double() if x.is_floating_point() else x for n, x in given.items()}
     given = formatted(given, dtype, case["weights"], CPU)
     form = dict(weight_format="nz" if case["weights"] == "flat" else case["weights"])
-    pairs = {"npu_mla_prolog_pto": _MLA, "npu_indexer_prolog_pto": _INDEXER}.get(case["op"])
+    pairs = {"npu_mla_prolog_pto": MLA_PROLOG, "npu_indexer_prolog_pto": _INDEXER_PROLOG}.get(
+        case["op"]
+    )
     if pairs is not None:
         out = {theirs: given[ours] for theirs, ours in pairs.items()} | form
         out["rope_interleaved"] = case["interleaved"]
@@ -447,14 +424,15 @@ def _equal(case: Case) -> tuple[int, ...]:
     return tuple(lengths if case["packed"] else lengths[:1] * len(lengths))
 
 
+def _heads(case: Case) -> dict[str, int]:
+    return dict(H=case["h"], HV=case["h"] * case["groups"], K=case["k"], V=case["v"])
+
+
 def _kda(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     sequences = kda.Case(
         _equal(case),
         packed=case["packed"],
-        H=case["h"],
-        HV=case["h"] * case["groups"],
-        K=case["k"],
-        V=case["v"],
+        **_heads(case),
         before=case["before"],
         behind=case["behind"],
         state=torch.float32 if case["state"] else None,
@@ -500,10 +478,7 @@ def _step(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     step = Step(
         B=case["b"],
         T=sum(lengths) if lengths else case["t"],
-        H=case["h"],
-        HV=case["h"] * case["groups"],
-        K=case["k"],
-        V=case["v"],
+        **_heads(case),
         layout=case["layout"],
         kda=case["kda"],
         norm=case["norm"],

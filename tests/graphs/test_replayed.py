@@ -235,13 +235,11 @@ def test_the_demo_decodes_by_graphs(graphs, monkeypatch):
         torch.testing.assert_close(got, wanted)
 
 
-def test_a_transformers_model_generates_by_graphs(graphs):
-    pytest.importorskip("transformers", minversion="5.17")
+def assert_generates_by_graphs(model, inputs, graphs):
     from custom.integrations.transformers import use
 
-    from ..support.models import NEW, deepseek, greedy, ragged
+    from ..support.models import NEW, greedy
 
-    model, inputs = deepseek(), ragged()
     expected = greedy(model, inputs)
     with use():
         assert torch.equal(greedy(model, inputs), expected)
@@ -251,17 +249,17 @@ def test_a_transformers_model_generates_by_graphs(graphs):
     assert len(replays) >= layers and sum(replays) >= layers * (NEW - 4)
 
 
+def test_a_transformers_model_generates_by_graphs(graphs):
+    pytest.importorskip("transformers", minversion="5.17")
+    from ..support.models import deepseek, ragged
+
+    assert_generates_by_graphs(deepseek(), ragged(), graphs)
+
+
 def test_a_deepseek_v4_generates_by_graphs(graphs):
     """Steps that close entries of both kinds, and others, by the same graph."""
     pytest.importorskip("transformers", minversion="5.17")
-    from custom.integrations.transformers import use
+    from ..support.models import deepseek_v4
 
-    from ..support.models import NEW, deepseek_v4, greedy
-
-    model, inputs = deepseek_v4(), dict(input_ids=torch.randint(1, 128, (2, 30)))
-    expected = greedy(model, inputs)
-    with use():
-        assert torch.equal(greedy(model, inputs), expected)
-    replays = [graph.replays for graph in graphs.captured]
-    layers = model.config.num_hidden_layers
-    assert len(replays) >= layers and sum(replays) >= layers * (NEW - 4)
+    inputs = dict(input_ids=torch.randint(1, 128, (2, 30)))
+    assert_generates_by_graphs(deepseek_v4(), inputs, graphs)

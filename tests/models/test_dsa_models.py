@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 
 from custom.integrations import dsa  # noqa: E402
 
-from ..support.models import ROUTED  # noqa: E402
+from ..support.models import ROUTED, YARN  # noqa: E402
 
 MODELS = Path(transformers.__file__).parent / "models"
 H, RQ, N, DN, DV, R, DR, NI, DI, TOPK = 64, 48, 4, 16, 24, 32, 16, 16, 32, 12
@@ -45,14 +45,6 @@ SMALL = dict(
     index_topk=TOPK,
     attn_implementation="eager",
     **ROUTED,
-)
-YARN = dict(
-    rope_type="yarn",
-    rope_theta=10000.0,
-    factor=40.0,
-    original_max_position_embeddings=4096,
-    mscale=1.0,
-    mscale_all_dim=1.0,
 )
 SUPPORTED = {
     "DeepseekV32Attention": "DeepseekV32Config",

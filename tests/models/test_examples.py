@@ -139,42 +139,28 @@ def test_options_of_the_demo():
 KINDS = ("bf16", "fp8", "int8")
 
 
+def decoded_in_8_bits(script: str, weights: str, caches: str, device: torch.device) -> str:
+    """What a demo says."""
+    pytest.importorskip("transformers")
+    options = ["--dtype", "bfloat16", "--batch", "3", "--context", "48", "--new-tokens", "4"]
+    kinds = ["--weights", weights, "--caches", caches]
+    done = run(script, "--device", device.type, *options, *kinds)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
 @pytest.mark.parametrize("caches", KINDS)
 @pytest.mark.parametrize("weights", KINDS)
 def test_the_demo_in_8_bits(weights, caches, device):
-    pytest.importorskip("transformers")
-    options = ["--dtype", "bfloat16", "--batch", "3", "--context", "48", "--new-tokens", "4"]
-    done = run(
-        "deepseek_v32_decode.py",
-        "--device",
-        device.type,
-        *options,
-        "--weights",
-        weights,
-        "--caches",
-        caches,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert f"weights {weights}, caches {caches}" in done.stdout
-    assert "two tokens a step: logits within" in done.stdout
+    said = decoded_in_8_bits("deepseek_v32_decode.py", weights, caches, device)
+    assert f"weights {weights}, caches {caches}" in said
+    assert "two tokens a step: logits within" in said
 
 
 @pytest.mark.parametrize("weights, caches", [("fp8", "fp8"), ("int8", "int8")])
 def test_deepseek_v4_in_8_bits(weights, caches, device):
-    pytest.importorskip("transformers")
-    options = ["--dtype", "bfloat16", "--batch", "3", "--context", "48", "--new-tokens", "4"]
-    done = run(
-        "deepseek_v4_decode.py",
-        "--device",
-        device.type,
-        *options,
-        "--weights",
-        weights,
-        "--caches",
-        caches,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "two tokens a step: logits within" in done.stdout
+    said = decoded_in_8_bits("deepseek_v4_decode.py", weights, caches, device)
+    assert "two tokens a step: logits within" in said
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

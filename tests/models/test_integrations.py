@@ -26,6 +26,7 @@ from custom.integrations.transformers import sparse_attention_weights, use  # no
 from ..support.models import (  # noqa: E402
     NEW,
     SHARING,
+    YARN,
     bailing_hybrid,
     compiled_greedy,
     deepseek,
@@ -76,15 +77,7 @@ def test_sparse_attention_generates_the_same_tokens(name, attention, weight_form
 
 
 def test_deepseek_with_yarn():
-    rope = dict(
-        rope_type="yarn",
-        rope_theta=10000.0,
-        factor=40.0,
-        original_max_position_embeddings=4096,
-        mscale=1.0,
-        mscale_all_dim=1.0,
-    )
-    model, inputs = deepseek(rope_parameters=rope), ragged()
+    model, inputs = deepseek(rope_parameters=YARN), ragged()
     attention = model.model.layers[0].self_attn
     scale = sparse_attention_weights(attention).options["softmax_scale"]
     assert scale == pytest.approx(32**-0.5 * 1.3688879**2, rel=1e-6)

@@ -752,27 +752,25 @@ def prefill(group, rank, size):
         **lengths,
     )
 
-    def mine(x: Tensor) -> Tensor:
-        return parallel.zigzag(x, 1, group)
-
-    out = parallel.context_parallel_prefill(
-        mine(query),
-        mine(rope),
-        mine(index),
-        mine(weights),
-        {name: mine(x) for name, x in rows.items()},
-        caches,
-        slot,
-        table,
-        act,
-        group=group,
-        softmax_scale=0.2,
-        sparse_count=16,
-    )
-    assert_near(out, mine(wanted))
+    inputs = (query, rope, index, weights)
+    out = _prefilled(inputs, rows, caches, (slot, table, act), group, softmax_scale=0.2)
+    assert_near(out, parallel.zigzag(wanted, 1, group))
     for name, cache in caches.items():
         assert torch.equal(cache, whole[name]), name
-    assert torch.equal(mine(positions), positions[:, _zigzag(rank, size, n)])
+    assert torch.equal(parallel.zigzag(positions, 1, group), positions[:, _zigzag(rank, size, n)])
+
+
+def _prefilled(inputs, rows, caches, pages, group, softmax_scale: float) -> Tensor:
+    """Of this rank's part of every token's inputs and rows."""
+    return parallel.context_parallel_prefill(
+        *(parallel.zigzag(x, 1, group) for x in inputs),
+        {name: parallel.zigzag(x, 1, group) for name, x in rows.items()},
+        caches,
+        *pages,
+        group=group,
+        softmax_scale=softmax_scale,
+        sparse_count=16,
+    )
 
 
 def rows_of_a_prefill_are_checked(group, rank, size):
@@ -858,19 +856,7 @@ def decode_of_8_bits(group, rank, size):
             actual_seq_lengths_key=step.act,
             layout_key="PA_BSND",
         )
-        wanted = custom.npu_kv_quant_sparse_flash_attention(
-            torch.cat([query, rope], -1),
-            whole["kv"],
-            whole["kv"],
-            indices,
-            0.1,
-            2,
-            2,
-            block_table=step.table,
-            actual_seq_lengths_kv=step.act,
-            layout_kv="PA_BSND",
-            attention_mode=2,
-        )
+        wanted = _of_one_rank(query, rope, whole["kv"], indices, step.table, step.act)
         mine = {name: step.shard_of(cache) for name, cache in whole.items()}
         for replicate in (True, False):
             of = whole if replicate else mine
@@ -893,6 +879,25 @@ def decode_of_8_bits(group, rank, size):
                 replicate_index=replicate,
             )
             _as_one(got, wanted[:, :, step.heads], kind)
+
+
+def _of_one_rank(
+    query: Tensor, rope: Tensor, kv: Tensor, indices: Tensor, table: Tensor, act: Tensor
+) -> Tensor:
+    """Attention over rows of 8 bits, by a process of its own."""
+    return custom.npu_kv_quant_sparse_flash_attention(
+        torch.cat([query, rope], -1),
+        kv,
+        kv,
+        indices,
+        0.1,
+        2,
+        2,
+        block_table=table,
+        actual_seq_lengths_kv=act,
+        layout_kv="PA_BSND",
+        attention_mode=2,
+    )
 
 
 def prefill_of_8_bits(group, rank, size):
@@ -920,38 +925,10 @@ def prefill_of_8_bits(group, rank, size):
     indices = custom.npu_quant_lightning_indexer(
         index, whole["index"], weights, None, whole["index_scale"], 0, 0, sparse_count=16, **keys
     )
-    wanted = custom.npu_kv_quant_sparse_flash_attention(
-        torch.cat([query, rope], -1),
-        whole["kv"],
-        whole["kv"],
-        indices,
-        0.1,
-        2,
-        2,
-        block_table=table,
-        actual_seq_lengths_kv=act,
-        layout_kv="PA_BSND",
-        attention_mode=2,
-    )
-
-    def mine(x: Tensor) -> Tensor:
-        return parallel.zigzag(x, 1, group)
-
-    out = parallel.context_parallel_prefill(
-        mine(query),
-        mine(rope),
-        mine(index),
-        mine(weights),
-        {name: mine(x) for name, x in rows.items()},
-        held,
-        slot,
-        table,
-        act,
-        group=group,
-        softmax_scale=0.1,
-        sparse_count=16,
-    )
-    _as_one(out, mine(wanted), draw.dtype)
+    wanted = _of_one_rank(query, rope, whole["kv"], indices, table, act)
+    inputs = (query, rope, index, weights)
+    out = _prefilled(inputs, rows, held, (slot, table, act), group, softmax_scale=0.1)
+    _as_one(out, parallel.zigzag(wanted, 1, group), draw.dtype)
     for name, cache in held.items():
         got, expected = (x.contiguous().view(torch.uint8) for x in (cache, whole[name]))
         assert torch.equal(got, expected), name

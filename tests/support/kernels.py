@@ -18,6 +18,9 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16, torch.float32)
 kernels = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="needs a GPU or the interpreter")
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+hopper = pytest.mark.skipif(
+    not ON_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
 
 
 def moved(x, device):

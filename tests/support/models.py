@@ -14,6 +14,14 @@ from custom.bench.models import SMALL_DSA, SMALL_LINEAR  # noqa: E402
 
 NEW = 12
 NO_TOKENS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=40.0,
+    original_max_position_embeddings=4096,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+)
 ROUTED = dict(n_routed_experts=4, num_experts_per_tok=4, n_group=1, topk_group=1, **NO_TOKENS)
 DSA = SMALL_DSA | dict(
     moe_intermediate_size=32,

@@ -102,14 +102,20 @@ COPIED = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", list(ours.TWINS))
-def test_becomes_cann_s_operator(name, dynamic, graphs):
+def for_cann(name: str) -> dict:
+    """The op's sample, as CANN's operator takes it."""
     arguments = sample(name, CPU, torch.bfloat16)
     if name == "npu_sparse_attention_pto":
         arguments |= PUBLIC_KERNEL
     elif name == "npu_hc_pre":
         del arguments["norm_weight"]
+    return arguments
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", list(ours.TWINS))
+def test_becomes_cann_s_operator(name, dynamic, graphs):
+    arguments = for_cann(name)
     twin, free = ours.TWINS[name], None
     if twin.sizes and dynamic:  # a size that is an attribute must stay fixed
         dynamic, free = None, {n: [0, 1] for n in tensors(arguments)}
@@ -429,13 +435,7 @@ class Step(torch.nn.Module):
 
 @pytest.mark.parametrize("name", [*ours.TWINS, *ours.COMPOSED])
 def test_dynamo_export_writes_the_serialised_graph(name, tmp_path, cores):
-    arguments = sample(name, CPU, torch.bfloat16)
-    if name == "npu_sparse_attention_pto":
-        arguments |= PUBLIC_KERNEL
-    elif name == "npu_hc_pre":
-        del arguments["norm_weight"]
-    elif name == "npu_sparse_attn_sharedkv":
-        arguments = sharedkv("CSA")
+    arguments = sharedkv("CSA") if name == "npu_sparse_attn_sharedkv" else for_cann(name)
     model = Step(name, arguments)
     given = {
         n: v for n, v in arguments.items() if isinstance(v, torch.Tensor) and n not in model.kept

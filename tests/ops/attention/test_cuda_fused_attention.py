@@ -22,14 +22,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...support.accuracy import assert_close_to_float64
+from ...support.kernels import DEVICE, INTERPRETED, ON_GPU, gpu, kernels
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16,)
-
-kernels = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="needs a GPU or the interpreter")
-gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -199,6 +200,18 @@ def test_latent_rows_without_rotary_keys(row_layout, kind, scale_format, device,
     assert torch.equal(custom.convert_rows(cache, "nope_scale_rope", "nope_rope_scale"), cache)
 
 
+def one_latent(size: int, width: int, row_layout: str) -> dict[str, Any]:
+    """A latent of `size` numbers, to be written to rows of `width` bytes."""
+    return dict(
+        ckv=torch.zeros(1, size),
+        k_rope=torch.zeros(1, 64).bfloat16(),
+        rows=torch.zeros(2, 16, 1, width, dtype=torch.uint8),
+        slots=torch.zeros(1, dtype=torch.int32),
+        kind="fp8",
+        row_layout=row_layout,
+    )
+
+
 @pytest.mark.parametrize(
     "options, sentence",
     [
@@ -216,14 +229,7 @@ def test_latent_rows_without_rotary_keys(row_layout, kind, scale_format, device,
     ],
 )
 def test_rotary_keys_of_another_size_are_refused(options, sentence):
-    given = dict(
-        ckv=torch.zeros(1, 512),
-        k_rope=torch.zeros(1, 64).bfloat16(),
-        rows=torch.zeros(2, 16, 1, 656, dtype=torch.uint8),
-        slots=torch.zeros(1, dtype=torch.int32),
-        kind="fp8",
-        row_layout="nope_rope_scale",
-    )
+    given = one_latent(512, 656, "nope_rope_scale")
     with pytest.raises(ValueError, match=f"^npu_latent_cache_write: {sentence}"):
         custom.npu_latent_cache_write(**given | options)
 
@@ -264,14 +270,7 @@ def test_v4_rows_read_back():
     ],
 )
 def test_v4_rows_that_are_refused(options, sentence):
-    given = dict(
-        ckv=torch.zeros(1, 448),
-        k_rope=torch.zeros(1, 64).bfloat16(),
-        rows=torch.zeros(2, 16, 1, 584, dtype=torch.uint8),
-        slots=torch.zeros(1, dtype=torch.int32),
-        kind="fp8",
-        row_layout="v4",
-    )
+    given = one_latent(448, 584, "v4")
     with pytest.raises(ValueError, match=f"^npu_latent_cache_write: {sentence}"):
         custom.npu_latent_cache_write(**given | options)
     assert not given["rows"].any()

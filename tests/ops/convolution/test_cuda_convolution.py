@@ -5,8 +5,6 @@ interpreter runs them in test_cuda_delta_rule.py, and does not know all that the
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -22,8 +20,7 @@ from custom.cuda_ops.delta_rule import gated_rms_norm_grad as norm_grad
 
 from ...support.compile_for_hopper import stand_in
 from ...support.convolution import TABLE, Layer, Norm, Pooled, Step, Whole
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from ...support.kernels import INTERPRETED
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")

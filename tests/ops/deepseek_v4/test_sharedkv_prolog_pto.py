@@ -245,16 +245,8 @@ def test_equals_transformers_in_float64(kind):
     theirs = layer.run(x, positions, lambda q: q)
     cos, sin = (pairs(u) for u in layer.angles(positions)["compress" if kind else "main"])
     indexer = a.compressor.indexer if kind else None
-    weights = dict(
-        w_dq=a.q_a_proj.weight.T,
-        w_uq=a.q_b_proj.weight.T,
-        w_kv=a.kv_proj.weight.T,
-        gamma_cq=a.q_a_norm.weight,
-        gamma_kv=a.kv_norm.weight,
-        w_idx_qb=indexer and indexer.q_b_proj.weight.T,
-        w_idx_proj=indexer and indexer.scorer.weights_proj.weight.T,
-    )
-    weights = {name: w if w is None else w.detach().contiguous() for name, w in weights.items()}
+    names = {"w_dq", "w_uq", "w_kv", "gamma_cq", "gamma_kv", "w_idx_qb", "w_idx_proj"}
+    weights = {name: w for name, w in layer.weights().items() if name in names}
     cache = torch.full((6, PAGE, 1, size.head_dim), torch.nan, dtype=F64)
     table = torch.tensor([[4, 1], [0, 5]])
     found = []

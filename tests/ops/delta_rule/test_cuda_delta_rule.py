@@ -6,8 +6,6 @@ Hopper, which it does not know, are compiled."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from custom.dispatch.reference.delta_rule import fused_sigmoid_gating_delta_rule_update as reference
@@ -17,6 +15,7 @@ import custom
 from ...support import interpreted
 from ...support.accuracy import assert_close_to_float64
 from ...support.delta_rule import Sequences, Step, moved
+from ...support.kernels import INTERPRETED, gpu, hopper
 
 pytest.importorskip("triton")
 
@@ -30,9 +29,6 @@ from ...support.compile_for_hopper import stand_in
 from ...support.kda import BOUNDED, GIVEN
 from ...support.kda import Case as Kimi
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 FILES = (
     "ops/delta_rule/test_fused_sigmoid_gating_delta_rule_update.py",
     "ops/delta_rule/test_chunk_gated_delta_rule.py",
@@ -242,12 +238,10 @@ def _prompt(lengths: list[int], behind: int = 0) -> dict[str, torch.Tensor]:
     return case.moved(case.arguments(), torch.bfloat16, "cuda")
 
 
-@gpu
+@hopper
 @pytest.mark.parametrize("lengths", [[4000], [1, 900, 0, 64, 2048, 77]], ids=str)
 def test_chunks_of_both_kernels(lengths, monkeypatch):
     """The kernels for Hopper and those for any GPU, over many chunks."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
     x = _prompt(lengths)
     taken: list[bool] = []
     plain = chunk._plain
@@ -262,12 +256,10 @@ def test_chunks_of_both_kernels(lengths, monkeypatch):
         assert error < 2**-7  # each rounds its operands to bfloat16
 
 
-@gpu
+@hopper
 @pytest.mark.parametrize("lengths", [[4000], [1, 900, 0, 64, 2048, 77]], ids=str)
 def test_gradients_of_both_kernels(lengths, monkeypatch):
     """The kernels for Hopper and those for any GPU, over many chunks."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
     x = _prompt(lengths, behind=70)
     x["d_out"] = torch.randn_like(x["value"])
     x["d_final_state"] = torch.randn_like(x["initial_state"])

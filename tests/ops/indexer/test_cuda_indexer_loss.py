@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from custom.dispatch.reference.indexer import indexer_loss as reference
@@ -14,12 +12,7 @@ from torch import Tensor
 
 import custom
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-hopper = pytest.mark.skipif(
-    not ON_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
+from ...support.kernels import gpu, hopper
 
 
 @hopper
