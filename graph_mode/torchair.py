@@ -88,6 +88,48 @@ def _fused_convolution(out: str) -> Twin:
     )
 
 
+# what an operator of 16 bits and those of 8 bits have alike
+_MLA_INPUTS = (
+    "token_x",
+    "weight_dq",
+    "weight_uq_qr",
+    "weight_uk",
+    "weight_dkv_kr",
+    "rmsnorm_gamma_cq",
+    "rmsnorm_gamma_ckv",
+    "rope_sin",
+    "rope_cos",
+    "kv_cache",
+    "kr_cache",
+    "cache_index",
+)
+_MLA_OUTPUTS = (
+    "query",
+    "query_rope",
+    "kv_cache",
+    "kr_cache",
+    "dequant_scale_q_nope",
+    "query_norm",
+    "dequant_scale_q_norm",
+)
+_INDEXER_OPTIONS = (
+    "layout_query",
+    "layout_key",
+    "sparse_count",
+    "sparse_mode",
+    "pre_tokens",
+    "next_tokens",
+)
+_ATTENTION_OPTIONS = (
+    "sparse_block_size",
+    "layout_query",
+    "layout_kv",
+    "sparse_mode",
+    "pre_tokens",
+    "next_tokens",
+    "attention_mode",
+)
+
 TWINS: dict[str, Twin] = {
     "npu_sparse_attention_pto": Twin(
         inputs={
@@ -111,29 +153,8 @@ TWINS: dict[str, Twin] = {
         ),
     ),
     "npu_mla_prolog_pto": Twin(
-        inputs=_same(
-            "token_x",
-            "weight_dq",
-            "weight_uq_qr",
-            "weight_uk",
-            "weight_dkv_kr",
-            "rmsnorm_gamma_cq",
-            "rmsnorm_gamma_ckv",
-            "rope_sin",
-            "rope_cos",
-            "kv_cache",
-            "kr_cache",
-            "cache_index",
-        ),
-        outputs=(
-            "query",
-            "query_rope",
-            "kv_cache",
-            "kr_cache",
-            "dequant_scale_q_nope",
-            "query_norm",
-            "dequant_scale_q_norm",
-        ),
+        inputs=_same(*_MLA_INPUTS),
+        outputs=_MLA_OUTPUTS,
         returns=("query", "query_rope", "query_norm"),
         attrs=_same("rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv"),
         constants=dict(cache_mode="PA_BSND", query_norm_flag=True),
@@ -162,18 +183,7 @@ TWINS: dict[str, Twin] = {
     ),
     "npu_mla_prolog_v3": Twin(
         inputs=_same(
-            "token_x",
-            "weight_dq",
-            "weight_uq_qr",
-            "weight_uk",
-            "weight_dkv_kr",
-            "rmsnorm_gamma_cq",
-            "rmsnorm_gamma_ckv",
-            "rope_sin",
-            "rope_cos",
-            "kv_cache",
-            "kr_cache",
-            "cache_index",
+            *_MLA_INPUTS,
             "dequant_scale_x",
             "dequant_scale_w_dq",
             "dequant_scale_w_uq_qr",
@@ -199,15 +209,7 @@ TWINS: dict[str, Twin] = {
             "kc_scale",
         ),
         lacks=("kv_cache_dtype",),
-        outputs=(
-            "query",
-            "query_rope",
-            "kv_cache",
-            "kr_cache",
-            "dequant_scale_q_nope",
-            "query_norm",
-            "dequant_scale_q_norm",
-        ),
+        outputs=_MLA_OUTPUTS,
         returns=(
             "query",
             "query_rope",
@@ -225,15 +227,7 @@ TWINS: dict[str, Twin] = {
             "actual_seq_lengths_key",
             "block_table",
         ),
-        attrs=_same(
-            "layout_query",
-            "layout_key",
-            "sparse_count",
-            "sparse_mode",
-            "pre_tokens",
-            "next_tokens",
-        )
-        | {"return_values": "return_value"},
+        attrs=_same(*_INDEXER_OPTIONS) | {"return_values": "return_value"},
         fixed={"cmp_ratio": 1, "select_tail": False},
         outputs=("sparse_indices", "sparse_values"),
         returns=("sparse_indices", "sparse_values"),
@@ -254,13 +248,7 @@ TWINS: dict[str, Twin] = {
         optional=("sinks",),
         attrs=_same(
             "scale_value",
-            "sparse_block_size",
-            "layout_query",
-            "layout_kv",
-            "sparse_mode",
-            "pre_tokens",
-            "next_tokens",
-            "attention_mode",
+            *_ATTENTION_OPTIONS,
             "return_softmax_lse",
         ),
         outputs=("attention_out", "softmax_max", "softmax_sum"),
@@ -280,12 +268,7 @@ TWINS: dict[str, Twin] = {
         attrs=_same(
             "query_quant_mode",
             "key_quant_mode",
-            "layout_query",
-            "layout_key",
-            "sparse_count",
-            "sparse_mode",
-            "pre_tokens",
-            "next_tokens",
+            *_INDEXER_OPTIONS,
         ),
         lacks=("query_dtype", "key_dtype"),
         fixed={"cmp_ratio": 1, "select_tail": False},
@@ -311,13 +294,7 @@ TWINS: dict[str, Twin] = {
             "scale_value",
             "key_quant_mode",
             "value_quant_mode",
-            "sparse_block_size",
-            "layout_query",
-            "layout_kv",
-            "sparse_mode",
-            "pre_tokens",
-            "next_tokens",
-            "attention_mode",
+            *_ATTENTION_OPTIONS,
             "quant_scale_repo_mode",
             "tile_size",
             "rope_head_dim",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 from unittest import mock
 
 import torch
@@ -19,6 +19,31 @@ from .case import Arguments, Case, Draw, Outputs
 
 BF16, FP32 = 2, 4
 N, NV, D = 16, 32, 128
+
+
+class Costs(TypedDict):
+    """What a Case counts of a call."""
+
+    bytes: float
+    flops: float
+    shape: dict[str, int]
+    reference: bool
+
+
+def _fla_runs(tensor: torch.Tensor) -> bool:
+    return importlib.util.find_spec("fla") is not None and tensor.device.type == "cuda"
+
+
+def _of_chunks(t: int, heads: int, vectors: int, states: int, products: tuple[int, int]) -> Costs:
+    """Of t tokens, of which each reads or writes `vectors`, and of so many states; `products` are
+    made inside a chunk of 64, where a row has 64 keys, and with the state between chunks."""
+    inside, between = products
+    return Costs(
+        bytes=float(BF16 * t * vectors * D + FP32 * states * heads * D * D),
+        flops=2.0 * t * heads * (inside * 64 * D + between * D * D),
+        shape=dict(t=t),
+        reference=False,  # token by token
+    )
 
 
 def decode_case(b: int, t: int, layout: str, dtype: torch.dtype = torch.float32) -> Case:
@@ -62,7 +87,7 @@ def decode_case(b: int, t: int, layout: str, dtype: torch.dtype = torch.float32)
 
 def _fla_decode(arguments: Arguments) -> Callable[[], Any] | None:
     """fla-core's recurrence; it writes a new float32 state and takes the gates computed."""
-    if importlib.util.find_spec("fla") is None or arguments["q"].device.type != "cuda":
+    if not _fla_runs(arguments["q"]):
         return None
     from fla.ops.gated_delta_rule import (  # type: ignore[import-not-found]
         fused_recurrent_gated_delta_rule,
@@ -113,12 +138,8 @@ def chunk_case(t: int) -> Case:
         f"{t} tokens",
         make,
         part,
-        bytes=float(BF16 * t * (2 * N + 2 * NV) * D + FP32 * 2 * NV * D * D),
-        # chunks of 64: inside a chunk 64 keys a row, between chunks the state
-        flops=2.0 * t * NV * (4 * 64 * D + 3 * D * D),
-        shape=dict(t=t),
         peers={"fla": _fla_chunk},
-        reference=False,  # token by token
+        **_of_chunks(t, NV, 2 * N + 2 * NV, 2, (4, 3)),
     )
 
 
@@ -146,17 +167,13 @@ def chunk_grad_case(t: int) -> Case:
         f"{t} tokens",
         make,
         part,
-        bytes=float(BF16 * t * (4 * N + 3 * NV) * D + FP32 * 3 * NV * D * D),
-        # chunks of 64, with the states made again: ten products inside a chunk, eight with a state
-        flops=2.0 * t * NV * (10 * 64 * D + 8 * D * D),
-        shape=dict(t=t),
         peers={"fla": _fla_chunk_grad},
-        reference=False,  # token by token
+        **_of_chunks(t, NV, 4 * N + 3 * NV, 3, (10, 8)),  # with the states made again
     )
 
 
 def _fla_chunk(arguments: Arguments) -> Callable[[], Any] | None:
-    if importlib.util.find_spec("fla") is None or arguments["query"].device.type != "cuda":
+    if not _fla_runs(arguments["query"]):
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -182,7 +199,7 @@ def _fla_chunk(arguments: Arguments) -> Callable[[], Any] | None:
 
 def _fla_chunk_grad(arguments: Arguments) -> Callable[[], Any] | None:
     """fla-core's backward alone, on what its forward keeps for it."""
-    if importlib.util.find_spec("fla") is None or arguments["query"].device.type != "cuda":
+    if not _fla_runs(arguments["query"]):
         return None
     from fla.ops.gated_delta_rule.chunk import (  # type: ignore[import-not-found]
         chunk_gated_delta_rule_bwd,
@@ -201,13 +218,7 @@ def _fla_chunk_grad(arguments: Arguments) -> Callable[[], Any] | None:
             g=total, A=triangles, do=d_out, dht=arguments["d_final_state"], **given
         )
 
-    try:
-        with _compiled_together():
-            call()
-    except RuntimeError as refusal:  # of some versions of Triton, whose result would be wrong
-        warnings.warn(f"no column for fla-core: {refusal}", stacklevel=2)
-        return None
-    return call
+    return _called_once(call)
 
 
 def recurrent_case(b: int, s: int, small: bool = False) -> Case:
@@ -285,12 +296,8 @@ def kda_case(t: int, lower_bound: float | None = None) -> Case:
         f"{t} tokens" + ("" if lower_bound is None else ", bounded"),
         make,
         part,
-        bytes=float(BF16 * t * 5 * KDA * D + FP32 * 2 * KDA * D * D),
-        # as without a decay: chunks of 64, inside a chunk 64 keys a row, between chunks the state
-        flops=2.0 * t * KDA * (4 * 64 * D + 3 * D * D),
-        shape=dict(t=t),
         peers={"fla": _fla_kda},
-        reference=False,  # token by token
+        **_of_chunks(t, KDA, 5 * KDA, 2, (4, 3)),  # as without a decay
     )
 
 
@@ -323,17 +330,13 @@ def kda_grad_case(t: int, lower_bound: float | None = None) -> Case:
         forward.label,
         make,
         part,
-        bytes=float(BF16 * t * 9 * KDA * D + FP32 * 3 * KDA * D * D),
-        # chunks of 64, with the states made again: ten products inside a chunk, eight with a state
-        flops=2.0 * t * KDA * (10 * 64 * D + 8 * D * D),
-        shape=dict(t=t),
         peers={"fla": _fla_kda_grad},
-        reference=False,  # token by token
+        **_of_chunks(t, KDA, 9 * KDA, 3, (10, 8)),  # with the states made again
     )
 
 
 def _fla_kda(arguments: Arguments) -> Callable[[], Any] | None:
-    if importlib.util.find_spec("fla") is None or arguments["q"].device.type != "cuda":
+    if not _fla_runs(arguments["q"]):
         return None
     from fla.ops.kda import chunk_kda  # type: ignore[import-not-found]
 
@@ -349,7 +352,7 @@ def _fla_kda(arguments: Arguments) -> Callable[[], Any] | None:
 
 def _fla_kda_grad(arguments: Arguments) -> Callable[[], Any] | None:
     """fla-core's backward alone, on what its forward keeps for it."""
-    if importlib.util.find_spec("fla") is None or arguments["q"].device.type != "cuda":
+    if not _fla_runs(arguments["q"]):
         return None
     from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd  # type: ignore[import-not-found]
     from fla.ops.kda.chunk_bwd import chunk_kda_bwd  # type: ignore[import-not-found]
@@ -376,6 +379,11 @@ def _fla_kda_grad(arguments: Arguments) -> Callable[[], Any] | None:
         )
         return l2norm_bwd(q, of_q, d_q), l2norm_bwd(k, of_k, d_k), *others
 
+    return _called_once(call)
+
+
+def _called_once(call: Callable[[], Any]) -> Callable[[], Any] | None:
+    """`call`, compiled; none where fla-core refuses."""
     try:
         with _compiled_together():
             call()
