@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
+from .rope import check_rope
 
 SCHEMA = (
     "npu_indexer_loss(Tensor query, Tensor key, Tensor index_score, Tensor indices,"
@@ -45,15 +46,15 @@ def check(**x: Unpack[Arguments]) -> None:
     eps, query_rope, key_rope = x["eps"], x["query_rope"], x["key_rope"]
     softmax_lse = x["softmax_lse"]
     c = Checker("npu_indexer_loss")
-    c.same_device(
+    rows = dict(
         query=query,
         key=key,
         index_score=index_score,
         indices=indices,
         query_rope=query_rope,
         key_rope=key_rope,
-        softmax_lse=softmax_lse,
     )
+    c.same_device(**rows, softmax_lse=softmax_lse)
     c.floating("query", query)
     c.same_dtype(query=query, key=key, query_rope=query_rope, key_rope=key_rope)
     c.floating("index_score", index_score)
@@ -63,26 +64,13 @@ def check(**x: Unpack[Arguments]) -> None:
     c.at_least("heads of `query`", c.sizes["N"], 1)
     c.shape("index_score", index_score, "B S K")
     c.shape("indices", indices, "B S K")
-    c.require(
-        (query_rope is None) == (key_rope is None),
-        "only one of `query_rope` and `key_rope` is given, expected both or none.",
-    )
-    if query_rope is not None and key_rope is not None:
-        c.shape("query_rope", query_rope, "B N S Dr")
-        c.shape("key_rope", key_rope, "B S2 Dr")
+    check_rope(c, query_rope, key_rope, ("B N S Dr", "B S2 Dr"))
     if softmax_lse is not None:
         c.dtype("softmax_lse", softmax_lse, torch.float32, torch.float64)
         c.shape("softmax_lse", softmax_lse, "B N S")
     c.require(eps > 0, f"`eps` is {eps}, expected a positive number.")
     c.at_least("chunk_offset", x["chunk_offset"], 0)
-    c.dense_rows(
-        query=query,
-        key=key,
-        index_score=index_score,
-        indices=indices,
-        query_rope=query_rope,
-        key_rope=key_rope,
-    )
+    c.dense_rows(**rows)
 
 
 def fake(query: Tensor, index_score: Tensor, **_: Any) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 from ...check import Checker
 from ...op_spec import UNLIMITED
 from ..common import layouts
+from .rope import check_rope
 
 SCHEMA = (
     "npu_sparse_lightning_indexer_grad_kl_loss(Tensor query, Tensor key, Tensor query_index,"
@@ -60,19 +61,18 @@ def check(**x: Unpack[Arguments]) -> None:
     softmax_sum, query_rope, key_rope = x["softmax_sum"], x["query_rope"], x["key_rope"]
     sinks = x["sinks"]
     c = Checker("npu_sparse_lightning_indexer_grad_kl_loss")
-    c.same_device(
+    given = dict(
         query=query,
         key=key,
         query_index=query_index,
         key_index=key_index,
         weights=weights,
         sparse_indices=sparse_indices,
-        softmax_max=softmax_max,
-        softmax_sum=softmax_sum,
         query_rope=query_rope,
         key_rope=key_rope,
-        sinks=sinks,
     )
+    statistics = dict(softmax_max=softmax_max, softmax_sum=softmax_sum)
+    c.same_device(**given, **statistics, sinks=sinks)
     _, rows, keys = layouts.layout(c, x["layout"])
     layouts.options(c, x["sparse_mode"], x["pre_tokens"], x["next_tokens"])
     c.floating("query", query)
@@ -86,32 +86,16 @@ def check(**x: Unpack[Arguments]) -> None:
     c.shape("key_index", key_index, f"{keys} 1 Di")
     c.shape("weights", weights, f"{rows} Ni")
     c.shape("sparse_indices", sparse_indices, f"{rows} 1 K")
-    c.require(
-        (query_rope is None) == (key_rope is None),
-        "only one of `query_rope` and `key_rope` is given, expected both or none.",
-    )
-    if query_rope is not None and key_rope is not None:
-        c.shape("query_rope", query_rope, f"{rows} N Dr")
-        c.shape("key_rope", key_rope, f"{keys} 1 Dr")
-    statistics = "B 1 S N" if rows == "B S" else "1 T N"
-    for name, tensor in (("softmax_max", softmax_max), ("softmax_sum", softmax_sum)):
+    check_rope(c, query_rope, key_rope, (f"{rows} N Dr", f"{keys} 1 Dr"))
+    for name, tensor in statistics.items():
         c.dtype(name, tensor, torch.float32, torch.float64)
-        c.shape(name, tensor, statistics)
+        c.shape(name, tensor, "B 1 S N" if rows == "B S" else "1 T N")
     if sinks is not None:
         c.floating("sinks", sinks)
         c.shape("sinks", sinks, "N")
     _check_lengths(c, rows == "B S", x["actual_seq_qlen"], x["actual_seq_klen"])
-    c.dense_rows(
-        query=query,
-        key=key,
-        query_index=query_index,
-        key_index=key_index,
-        weights=weights,
-        sparse_indices=sparse_indices,
-        query_rope=query_rope,
-        key_rope=key_rope,
-    )
-    c.contiguous(softmax_max=softmax_max, softmax_sum=softmax_sum, sinks=sinks)
+    c.dense_rows(**given)
+    c.contiguous(**statistics, sinks=sinks)
 
 
 def _check_lengths(
