@@ -460,9 +460,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         sinks,
         out,
         lse,
-        partial=parts.out,
-        partial_max=parts.max,
-        partial_sum=parts.sum,
+        **parts.arguments,
         scale_log2=x["softmax_scale"] * LOG2E.value,
         items=items,
         tokens=tokens,
@@ -479,9 +477,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     if tile.splits > 1:
         width = min(128 if tile.splits > 8 else 512, triton.next_power_of_2(rank))
         launches.kernel(_merge, count * heads, cdiv(rank, width))(
-            partial=parts.out,
-            partial_max=parts.max,
-            partial_sum=parts.sum,
+            **parts.arguments,
             sinks=sinks,
             out=out,
             lse=lse,

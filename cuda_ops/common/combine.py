@@ -86,6 +86,11 @@ class Parts:
         sizes = ((count * splits, rank), (count * splits,), (count * splits,))
         return cls(*(memory.empty(size, torch.float32, unused.device) for size in sizes), splits)
 
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """As the kernels that make them take them."""
+        return dict(partial=self.out, partial_max=self.max, partial_sum=self.sum)
+
 
 def is_chained(device: torch.device, splits: int) -> bool:
     """Programmatic dependent launch: `combine` is set up while the last parts are being stored."""

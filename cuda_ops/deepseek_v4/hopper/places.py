@@ -200,9 +200,7 @@ def cut(
     given = dict(
         sinks=lse if sinks is None else sinks,
         out=out,
-        partial=parts.out,
-        partial_max=parts.max,
-        partial_sum=parts.sum,
+        **parts.arguments,
         lse=lse,
         scale_log2=scale_log2,
         **keys.tensors,
