@@ -105,3 +105,10 @@ ODD_BOUNDS = [
     ((0, 64, -(2**40), 2**62), (0, 64, 64, 70)),
     ((0, 70, 0, 70, 0, 70), (0, 70, 70, 70, 70, 70)),
 ]
+
+
+def keys_alike(size: int) -> tuple[Case, dict[str, Any]]:
+    """No decay, full rate, keys that are nearly one."""
+    case = Case((128,), H=1, HV=1, K=size, V=size, state=None, gate=GIVEN, alike=True)
+    drawn = case.arguments()
+    return case, drawn | dict(g=torch.zeros_like(drawn["g"]), beta=torch.ones_like(drawn["beta"]))

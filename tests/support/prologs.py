@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ import custom
 
 from .accuracy import assert_close_to_float64
 from .calls import CPU
-from .golden import Layer
+from .golden import Golden, Layer
 from .samples import sample
 
 # of a weight [K, N]: how it is made, and its weight_format
@@ -44,6 +44,29 @@ class Tokens:
         numbers = torch.arange(self.pages * self.page * size) % 97
         return numbers.view(self.pages, self.page, 1, size).to(device, self.dtype)
 
+    def without_slots(self, beyond: int = 0) -> Tokens:
+        """Every fourth token has none, and every fourth one behind the cache."""
+        self.slots.view(-1)[1::4] = -1
+        self.slots.view(-1)[2::4] = self.pages * self.page + beyond
+        return self
+
+    def to(
+        self, device, form: str
+    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """What moves a tensor to the device, and a weight in this form."""
+        return (
+            lambda x: x.to(device, self.dtype),
+            lambda x: FORMS[form][0](x.to(self.dtype)).to(device),
+        )
+
+    def outputs(self, prolog: Callable[[Golden, tuple[int, int]], Sequence[Tensor]]) -> list[list]:
+        """What the formulas give in the dtype and in float64: each output's rows."""
+        goldens = [Golden(self.layer, kind) for kind in (self.dtype, torch.float64)]
+        return [
+            list(zip(*(prolog(golden, at) for at in self.each()), strict=True))
+            for golden in goldens
+        ]
+
     def each(self):
         """(b, s) of every token."""
         return [(b, s) for b in range(self.x.shape[0]) for s in range(self.x.shape[1])]
@@ -55,6 +78,14 @@ class Tokens:
             if 0 <= self.slots[b, s] < len(after):
                 after[self.slots[b, s]] = row.double()
         return after
+
+
+def check_outputs(
+    names: Sequence[str], outs: Sequence[Tensor], dtype: torch.dtype, plain: list, exact: list
+) -> None:
+    for name, out, near, wanted in zip(names, outs, plain, exact, strict=False):
+        assert out.dtype is dtype and out.is_contiguous()
+        assert_close_to_float64(name, out.flatten(0, 1), torch.stack(near), torch.stack(wanted))
 
 
 def check_caches(tokens: Tokens, name: str, got: Tensor, before: Tensor, plain, exact) -> None:

@@ -114,6 +114,16 @@ class Rule:
             error = (grad.cpu().double() - want[name]).norm() / want[name].norm()
             assert error < most, f"{name}: {error}"
 
+    def assert_trains_as(
+        self, theirs: tuple[Tensor, ...], wide: dict[str, Any], x: dict[str, Any], most: float
+    ) -> None:
+        """The op's gradients are near those of `theirs`, made of the float32 arguments `wide`."""
+        grads = self.upstream(x)
+        want = self.gradients(theirs, grads, wide)
+        for name, grad in self.gradients(self(**x), grads, x).items():
+            error = (grad.float() - want[name]).norm() / want[name].norm()
+            assert error < most, name
+
     def assert_equal_runs(self, case: Drawn, device: Any) -> None:
         x = self.with_leaves(case.moved(case.arguments(), torch.float16, device))
         grads = self.upstream(x)

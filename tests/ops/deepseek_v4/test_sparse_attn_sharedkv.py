@@ -17,7 +17,7 @@ import custom
 
 from ...support import deepseek_v4, interpreted
 from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
-from ...support.calls import runs_once
+from ...support.calls import assert_refuses, runs_once
 from ...support.kernels import INTERPRETED, replayed
 from ...support.ragged import BEYOND, ints, run, unpack
 from ...support.samples import sample
@@ -1049,8 +1049,7 @@ PICKED = torch.zeros(2, 3, 1, 5, dtype=torch.int32)
     ],
 )
 def test_errors(change, error, message):
-    with pytest.raises(error, match=f"^{OP}: .*{message}"):
-        custom.npu_sparse_attn_sharedkv(**(valid() | change))
+    assert_refuses(OP, valid() | change, error, message)
 
 
 def test_missing_sums_of_packed_keys():

@@ -20,7 +20,7 @@ import custom
 from ...support.accuracy import skip_unless_taken
 from ...support.calls import assert_refuses, by_change
 from ...support.chunked import Chunked
-from ...support.kda import BOUNDED, EXTREMES, GIVEN, ODD_BOUNDS, PLAIN, SOFTPLUS, Case
+from ...support.kda import BOUNDED, EXTREMES, GIVEN, ODD_BOUNDS, PLAIN, SOFTPLUS, Case, keys_alike
 
 OP = "npu_chunk_kda"
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -173,9 +173,7 @@ def test_extreme_decays(name, dtype, device, backend):
 def test_keys_alike(size, device, backend):
     """No decay, full rate, keys that are nearly one: the chunk's triangle is nearly all ones, and
     in powers of it what cancels is 1e17 times as large as its inverse."""
-    case = Case((128,), H=1, HV=1, K=size, V=size, state=None, gate=GIVEN, alike=True)
-    drawn = case.arguments()
-    drawn |= dict(g=torch.zeros_like(drawn["g"]), beta=torch.ones_like(drawn["beta"]))
+    case, drawn = keys_alike(size)
     # roundings to float16, 2**-11 each, of what is larger than the rest
     RULE.assert_near(case, drawn, device, 2**-6)
 

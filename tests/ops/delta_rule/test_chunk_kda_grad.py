@@ -16,7 +16,7 @@ import custom
 from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
 from ...support.calls import by_change
 from ...support.delta_rule import made
-from ...support.kda import BOUNDED, EXTREMES, GIVEN, ODD_BOUNDS, PLAIN, SOFTPLUS, Case
+from ...support.kda import BOUNDED, EXTREMES, GIVEN, ODD_BOUNDS, PLAIN, SOFTPLUS, Case, keys_alike
 from ...support.trained import Rule
 
 OP = "npu_chunk_kda_grad"
@@ -171,9 +171,7 @@ def test_extreme_decays(name, device, backend):
 def test_keys_alike(size, device, backend):
     """No decay, full rate, keys that are nearly one: in powers of the chunk's triangle what
     cancels is 1e17 times as large as its inverse."""
-    case = Case((128,), H=1, HV=1, K=size, V=size, state=None, gate=GIVEN, alike=True)
-    drawn = case.arguments()
-    drawn |= dict(g=torch.zeros_like(drawn["g"]), beta=torch.ones_like(drawn["beta"]))
+    case, drawn = keys_alike(size)
     RULE.assert_near(case, drawn, device, 2**-5)
 
 
@@ -243,7 +241,6 @@ def test_kimi_linear_training(device, backend):
     case = Case((150,), packed=False, K=32, V=16, fading=0.3)
     x = RULE.with_leaves(case.moved(case.arguments(), torch.float16, device))
     wide = RULE.with_leaves({n: y.float() if isinstance(y, Tensor) else y for n, y in x.items()})
-    outputs = custom.npu_chunk_kda(**x)
     rate = wide["A_log"].exp()[:, None]
     theirs = kimi.chunk_kimi_delta_attention(
         wide["q"],
@@ -255,11 +252,7 @@ def test_kimi_linear_training(device, backend):
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    grads = upstream(x)
-    want = RULE.gradients(theirs, grads, wide)
-    for name, grad in RULE.gradients(outputs, grads, x).items():
-        error = (grad.float() - want[name]).norm() / want[name].norm()
-        assert error < 3e-3, name
+    RULE.assert_trains_as(theirs, wide, x, 3e-3)
 
 
 @pytest.mark.parametrize(

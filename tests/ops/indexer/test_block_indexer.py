@@ -10,11 +10,10 @@ import math
 import pytest
 import torch
 
-import custom
-
 from ...support import interpreted
 from ...support.accuracy import every_dtype, skip_unless_taken
 from ...support.blocks import pool, sees
+from ...support.calls import assert_refuses
 from ...support.ragged import BEYOND, ints, run
 from ...support.samples import sample
 
@@ -221,8 +220,7 @@ def test_lengths_end_with_the_tensors(device, backend):
 )
 def test_refusals(looked_at, changes, sentence):
     given = sample(OP, torch.device("cpu"), torch.float32) | changes
-    with pytest.raises(ValueError, match=rf"^{OP}: .*{sentence}"):
-        custom.npu_block_indexer(**given)
+    assert_refuses(OP, given, ValueError, sentence)
 
 
 def test_under_the_interpreter():

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
-from ...support.golden import Golden
-from ...support.prologs import FORMS, Tokens, check_caches, refuse
+from ...support.accuracy import every_dtype, skip_unless_taken
+from ...support.prologs import FORMS, Tokens, check_caches, check_outputs, refuse
 from ...support.ragged import run
 
 OP = "npu_indexer_prolog_pto"
@@ -18,18 +16,9 @@ OP = "npu_indexer_prolog_pto"
 
 def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
     skip_unless_taken(dtype, device, backend)
-    tokens = Tokens(B, S, dtype, **sizes)
-    tokens.slots.view(-1)[1::4] = -1
-    tokens.slots.view(-1)[2::4] = tokens.pages * tokens.page
-    w = tokens.layer
+    tokens = Tokens(B, S, dtype, **sizes).without_slots()
+    w, (move, matrix) = tokens.layer, tokens.to(device, form)
     query_norm = torch.randn(B, S, len(w.gamma_cq)).to(dtype).double()
-
-    def move(x: Tensor) -> Tensor:
-        return x.to(device, dtype)
-
-    def matrix(x: Tensor) -> Tensor:
-        return FORMS[form][0](x.to(dtype)).to(device)
-
     cache = tokens.cache(len(w.in_gamma_k), device)
     before = cache.clone()
     outs = run(
@@ -50,21 +39,12 @@ def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
         rope_interleaved=interleaved,
         weight_format=FORMS[form][1],
     )
-    results = {}
-    for precision in (dtype, torch.float64):
-        golden = Golden(w, precision)
-        results[precision] = [
-            golden.indexer_prolog(
-                tokens.x[at], query_norm[at], tokens.sin[at], tokens.cos[at], 2e-5, interleaved
-            )
-            for at in tokens.each()
-        ]
-    plain, exact = (list(zip(*results[p], strict=True)) for p in (dtype, torch.float64))
-    for i, name in enumerate(("query_index", "weights")):
-        assert outs[i].dtype is dtype and outs[i].is_contiguous()
-        assert_close_to_float64(
-            name, outs[i].flatten(0, 1), torch.stack(plain[i]), torch.stack(exact[i])
+    plain, exact = tokens.outputs(
+        lambda golden, at: golden.indexer_prolog(
+            tokens.x[at], query_norm[at], tokens.sin[at], tokens.cos[at], 2e-5, interleaved
         )
+    )
+    check_outputs(("query_index", "weights"), outs, dtype, plain, exact)
     check_caches(tokens, "index_k_cache", cache, before, plain[2], exact[2])
 
 

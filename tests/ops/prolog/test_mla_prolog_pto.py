@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 import custom
 
-from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
+from ...support.accuracy import every_dtype, skip_unless_taken
 from ...support.calls import CPU
-from ...support.golden import Golden
-from ...support.prologs import FORMS, Tokens, check_caches, refuse
+from ...support.prologs import FORMS, Tokens, check_caches, check_outputs, refuse
 from ...support.ragged import run
 from ...support.samples import sample
 
@@ -22,17 +20,8 @@ OP = "npu_mla_prolog_pto"
 
 def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
     skip_unless_taken(dtype, device, backend)
-    tokens = Tokens(B, S, dtype, **sizes)
-    tokens.slots.view(-1)[1::4] = -1
-    tokens.slots.view(-1)[2::4] = tokens.pages * tokens.page + 3
-    w = tokens.layer
-
-    def move(x: Tensor) -> Tensor:
-        return x.to(device, dtype)
-
-    def matrix(x: Tensor) -> Tensor:
-        return FORMS[form][0](x.to(dtype)).to(device)
-
+    tokens = Tokens(B, S, dtype, **sizes).without_slots(beyond=3)
+    w, (move, matrix) = tokens.layer, tokens.to(device, form)
     caches = dict(
         kv_cache=tokens.cache(w.w_uk.shape[2], device),
         kr_cache=tokens.cache(tokens.sin.shape[-1], device),
@@ -57,19 +46,12 @@ def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
         rope_interleaved=interleaved,
         weight_format=FORMS[form][1],
     )
-    results = {}
-    for precision in (dtype, torch.float64):
-        golden = Golden(w, precision)
-        results[precision] = [
-            golden.mla_prolog(tokens.x[at], tokens.sin[at], tokens.cos[at], 1e-5, 3e-5, interleaved)
-            for at in tokens.each()
-        ]
-    plain, exact = (list(zip(*results[p], strict=True)) for p in (dtype, torch.float64))
-    for i, name in enumerate(("query", "query_rope", "query_norm")):
-        assert outs[i].dtype is dtype and outs[i].is_contiguous()
-        assert_close_to_float64(
-            name, outs[i].flatten(0, 1), torch.stack(plain[i]), torch.stack(exact[i])
+    plain, exact = tokens.outputs(
+        lambda golden, at: golden.mla_prolog(
+            tokens.x[at], tokens.sin[at], tokens.cos[at], 1e-5, 3e-5, interleaved
         )
+    )
+    check_outputs(("query", "query_rope", "query_norm"), outs, dtype, plain, exact)
     for i, name in enumerate(caches):
         check_caches(tokens, name, caches[name], before[name], plain[3 + i], exact[3 + i])
 

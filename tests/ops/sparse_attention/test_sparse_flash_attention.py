@@ -16,6 +16,7 @@ from torch import Tensor
 import custom
 
 from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
+from ...support.calls import assert_refuses
 from ...support.ragged import (
     LAYOUTS,
     Packed,
@@ -327,8 +328,7 @@ ROPE = dict(query_rope=torch.zeros(2, 3, 4, 16), key_rope=torch.zeros(2, 9, 1, 1
     ],
 )
 def test_errors(change, error, message):
-    with pytest.raises(error, match=f"^{OP}: .*{message}"):
-        custom.npu_sparse_flash_attention(**(valid() | change))
+    assert_refuses(OP, valid() | change, error, message)
 
 
 def test_gradients_need_keys_that_are_not_paged():
