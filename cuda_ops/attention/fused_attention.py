@@ -30,7 +30,7 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import memory
 from ...dispatch.ops.attention.fused_attention import Arguments
-from ..common import gpu, rows
+from ..common import gpu, rows, supported
 from ..common.attention_tiles import (
     Sizes,
     is_far,
@@ -360,8 +360,8 @@ def tiling(sizes: Sizes, size: int, num_sms: int, shared: int) -> Tiling:
 
 
 def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"q is {str(q.dtype).removeprefix('torch.')}, supported are float16 and bfloat16"
+    if reason := supported.half_precision("q", q):
+        return reason
     for name, size in (("q", q.shape[-1]), ("v", v.shape[-1])):
         if size > 256:
             return f"head size of {name} is {size}, supported up to 256"

@@ -30,7 +30,7 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import gated_delta, memory
 from ...dispatch.ops.delta_rule.chunk_gated_delta_rule import Arguments
-from ..common import gpu
+from ..common import gpu, supported
 from ..common.chunks import CHUNK, chunk_rows, heads_of, rate_of, sequence_lengths, unit_inverse
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
@@ -234,17 +234,16 @@ def walk_tiling(size: int, device: torch.device) -> tuple[int, int]:
 
 
 def unsupported(query: Tensor, value: Tensor, **_: Any) -> str | None:
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        kind = str(query.dtype).removeprefix("torch.")
-        return f"query is {kind}, supported are float16 and bfloat16"
-    if query.shape[-1] > LARGEST_DK:
-        return f"Dk={query.shape[-1]}, supported up to {LARGEST_DK}"
-    if value.shape[-1] > LARGEST_DV:
-        return f"Dv={value.shape[-1]}, supported up to {LARGEST_DV}"
+    size = query.shape[-1]
+    reason = (
+        supported.half_precision("query", query)
+        or supported.up_to(LARGEST_DK, Dk=size)
+        or supported.up_to(LARGEST_DV, Dv=value.shape[-1])
+    )
     # with the tiles that would fit, results on an H200 were wrong
-    if query.shape[-1] > 128 and gpu.shared_memory(query.device) < _WIDE:
-        return gpu.too_small(query.device, Dk=query.shape[-1]) + " (128 fits)"
-    return None
+    if reason is None and size > 128 and gpu.shared_memory(query.device) < _WIDE:
+        return gpu.too_small(query.device, Dk=size) + " (128 fits)"
+    return reason
 
 
 def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:

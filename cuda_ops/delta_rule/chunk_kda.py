@@ -36,7 +36,7 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import gated_delta, memory
 from ...dispatch.ops.delta_rule.chunk_kda import Arguments
-from ..common import gpu
+from ..common import gpu, supported
 from ..common.chunks import CHUNK, SUB, chunk_rows, heads_of, rate_of
 from ..common.kda import (
     BLOCKS,
@@ -458,14 +458,11 @@ def walk_tiling(size: int, shared: int) -> tuple[int, int]:
 
 
 def unsupported(q: Tensor, v: Tensor, **_: Any) -> str | None:
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        kind = str(q.dtype).removeprefix("torch.")
-        return f"q is {kind}, supported are float16 and bfloat16"
-    if q.shape[-1] > LARGEST_K:
-        return f"K={q.shape[-1]}, supported up to {LARGEST_K}"
-    if v.shape[-1] > LARGEST_V:
-        return f"V={v.shape[-1]}, supported up to {LARGEST_V}"
-    return None
+    return (
+        supported.half_precision("q", q)
+        or supported.up_to(LARGEST_K, K=q.shape[-1])
+        or supported.up_to(LARGEST_V, V=v.shape[-1])
+    )
 
 
 def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:

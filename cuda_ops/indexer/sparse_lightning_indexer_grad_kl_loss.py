@@ -26,7 +26,7 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import memory
 from ...dispatch.ops.indexer.sparse_lightning_indexer_grad_kl_loss import Arguments
-from ..common import gpu, rows
+from ..common import gpu, rows, supported
 from ..common.log2 import LOG2E
 from ..common.loss import (
     LARGEST_D,
@@ -226,13 +226,11 @@ def tiles(N: int, columns: Sequence[int], NI: int, DI: int, device: torch.device
 def unsupported(
     query: Tensor, key: Tensor, query_index: Tensor, query_rope: Tensor | None, **_: Any
 ) -> str | None:
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        kind = str(query.dtype).removeprefix("torch.")
-        return f"query is {kind}, supported are float16 and bfloat16"
     DR = 0 if query_rope is None else query_rope.shape[-1]
     D = query.shape[-1] + DR
-    if D > LARGEST_D:
-        return f"D={D}, supported up to {LARGEST_D}"
+    reason = supported.half_precision("query", query) or supported.up_to(LARGEST_D, D=D)
+    if reason:
+        return reason
     if max(query_index.shape[-2:]) > 256:
         return f"index heads and size are {tuple(query_index.shape[-2:])}, supported up to 256"
     N, (Ni, Di) = query.shape[-2], query_index.shape[-2:]
