@@ -152,7 +152,6 @@ def test_the_entry_point_is_ours():
 
 def configuration(**changed: object) -> SimpleNamespace:
     parallel = dict(
-        tensor_parallel_size=1,
         pipeline_parallel_size=1,
         data_parallel_size=1,
         decode_context_parallel_size=1,
@@ -172,7 +171,6 @@ def test_a_plain_engine_is_served():
 @pytest.mark.parametrize(
     ("asked", "mode"),
     [
-        (dict(tensor_parallel_size=2), "tensor parallelism"),
         (dict(pipeline_parallel_size=2), "pipeline parallelism"),
         (dict(data_parallel_size=2), "data parallelism"),
         (dict(decode_context_parallel_size=2), "context parallelism"),
@@ -341,6 +339,74 @@ def test_a_recorded_decode_step_takes_what_its_buffers_hold_then(gdn, monkeypatc
         assert torch.equal(pool, want) and not pool.isnan().any()
 
 
+@pytest.mark.parametrize("tokens", [(3, 0), (0, 17), (2, 9)])
+def test_a_rank_has_its_heads_channels_and_states(tokens, gdn, monkeypatch):
+    """Two ranks beside one, on decodes, prefills and both: value heads and the key heads they use."""
+    torch.manual_seed(0)
+    heads, value_heads, size, width = 2, 4, 16, 4
+    parts = dict(q=heads, k=heads, v=value_heads, z=value_heads)
+    decodes, new = tokens
+    requests = decodes + 2 * (new > 0)
+    batch = SimpleNamespace(
+        num_decode_tokens=decodes,
+        num_prefills=requests - decodes,
+        num_prefill_tokens=new,
+        non_spec_state_indices_tensor=torch.tensor([3, 1, 5, 2][:requests]),
+        prefill_state_indices=torch.tensor([3, 1, 5, 2][decodes:requests]),
+        prefill_query_start_loc=torch.tensor([0, new // 2, new]),
+        prefill_has_initial_state=torch.tensor([True, False]),
+    )
+    context = SimpleNamespace(attn_metadata={"layer": batch})
+    monkeypatch.setattr(gdn, "get_forward_context", lambda: context)
+    monkeypatch.setattr(gdn, "is_conv_state_dim_first", lambda: False)
+    monkeypatch.setattr(gdn, "NULL_BLOCK_ID", 0)
+    rows = decodes + new
+    mixed = {name: torch.randn(rows, n, size) for name, n in parts.items()}
+    b, a = torch.randn(2, rows, value_heads)
+    taps = {name: torch.randn(width, parts[name], size) for name in "qkv"}
+    columns = {name: torch.randn(6, width - 1, parts[name], size) for name in "qkv"}
+    states = torch.randn(6, value_heads, size, size)
+    scales, biases, weight = *torch.randn(2, value_heads), torch.randn(size)
+
+    def run(rank: int, ranks: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        def cut(x: Tensor, dim: int) -> Tensor:
+            return x.chunk(ranks, dim)[rank].clone()
+
+        def side_by_side(xs: dict[str, Tensor]) -> Tensor:
+            return torch.cat([cut(each, -2).flatten(-2) for each in xs.values()], -1)
+
+        layer = SimpleNamespace(
+            prefix="layer",
+            key_dim=heads * size,
+            value_dim=value_heads * size,
+            tp_size=ranks,
+            head_k_dim=size,
+            head_v_dim=size,
+            activation="silu",
+            taps=lambda: side_by_side(taps),
+            split_ba=lambda ba: ba.chunk(2, -1),
+            A_log=cut(scales, 0),
+            dt_bias=cut(biases, 0),
+            norm=SimpleNamespace(weight=weight, eps=1e-6, activation="silu"),
+            kv_cache=(side_by_side(columns), cut(states, 1)),
+        )
+        layer.prefill = lambda *args: gdn.GatedDelta.prefill(layer, *args)
+        out = torch.zeros(rows, value_heads // ranks, size)
+        gdn.GatedDelta._forward_core_fused_norm_packed(
+            layer, side_by_side(mixed), torch.cat([cut(b, 1), cut(a, 1)], -1), out
+        )
+        kept = layer.kv_cache[0].split([parts[n] * size // ranks for n in "qkv"], -1)
+        return out, dict(zip("qkv", kept, strict=True)), layer.kv_cache[1]
+
+    out, channels, kept = run(0, 1)
+    halves = [run(rank, 2) for rank in range(2)]
+    torch.testing.assert_close(torch.cat([each[0] for each in halves], 1), out)
+    torch.testing.assert_close(torch.cat([each[2] for each in halves], 1), kept)
+    for name, whole in channels.items():
+        assert torch.equal(torch.cat([each[1][name] for each in halves], -1), whole)
+    assert not torch.equal(kept, states)
+
+
 class Linear(torch.nn.Module):
     """As vLLM's: the product, and a bias of nobody."""
 
@@ -401,8 +467,11 @@ def mla():
     del sys.modules["custom.integrations.vllm.mla"]
 
 
-def built(mla: Any, count: int, neox: bool, shared: bool = False) -> list[Any]:
-    """Layers with caches of 6 pages; `shared`: all but the first take its selection."""
+def built(
+    mla: Any, count: int, neox: bool, shared: bool = False, heads: slice = slice(N)
+) -> list[Any]:
+    """Layers with caches of 6 pages; `shared`: all but the first take its selection; `heads`: those
+    of one rank, whose weights vLLM has cut."""
     torch.manual_seed(0)
     config = configuration()
     config.cache_config = SimpleNamespace(cache_dtype="auto")
@@ -431,7 +500,10 @@ def built(mla: Any, count: int, neox: bool, shared: bool = False) -> list[Any]:
             topk_indices_buffer=selection,
             g_proj=None,
         )
-        sizes = (H, N, 0.2, DN, DR, DV, RQ, R)
+        for linear in (modules.q_b_proj, modules.kv_b_proj):
+            rows = linear.weight.unflatten(0, (N, -1))[heads].flatten(0, 1)
+            linear.weight = torch.nn.Parameter(rows, requires_grad=False)
+        sizes = (H, len(range(N)[heads]), 0.2, DN, DR, DV, RQ, R)
         layer = mla.SparseMLA(*sizes, modules, prefix=f"layers.{i}", skip_topk=shared and i > 0)
         layers.append(layer)
     for cache in config.compilation_config.static_forward_context.values():
@@ -455,7 +527,8 @@ def step(mla: Any, layers: list[Any], x: Tensor, lengths: list[int], decodes: bo
     integers = torch.tensor(lengths, dtype=torch.int32), table[: len(lengths)], torch.tensor(slots)
     batch = mla.SparseMetadata(ends, *integers, decodes)
     positions = torch.tensor([p for row in places for p in row]).clamp(min=0)
-    outs = [x.new_full((len(x) + 2, N * DV), 7.0) for _ in layers]  # two tokens of no request
+    # two tokens of no request
+    outs = [x.new_full((len(x) + 2, layer.heads * DV), 7.0) for layer in layers]
     for layer, out in zip(layers, outs, strict=True):
         padded = torch.cat([x, x.new_full((2, H), torch.nan)])
         layer.attend(batch, torch.nn.functional.pad(positions, (0, 2)), padded, out)
@@ -485,6 +558,22 @@ def test_a_step_of_decodes_is_one_call_of_a_layer(neox, shared, mla):
     assert all((out[2:3] == 0).all() for out in found[1][:2])
     whole = ["npu_sparse_attention_indices_pto", "npu_sparse_attention_shared_pto"]
     assert ran == (dict.fromkeys(whole, 1) if shared else {"npu_sparse_attention_pto": 2})
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_rank_has_its_heads_and_every_row_and_selection(shared, mla):
+    """Two ranks beside one: heads side by side; caches and selections in every bit."""
+    whole = built(mla, 2, True, shared)
+    ranks = [built(mla, 2, True, shared, heads) for heads in (slice(0, 2), slice(2, 4))]
+    for tokens, lengths, decodes in ((36, [18, 18], False), (2, [19, 19], True)):
+        x = torch.randn(tokens, H)
+        together, *apart = (step(mla, each, x, lengths, decodes) for each in (whole, *ranks))
+        for out, *halves in zip(together, *apart, strict=True):
+            torch.testing.assert_close(torch.cat(halves, -1), out, rtol=1e-5, atol=1e-5)
+        for rank in ranks:
+            assert torch.equal(rank[0].selection, whole[0].selection)
+            for name, cache in whole[0].layers.items():
+                assert torch.equal(rank[0].layers[name].kv_cache, cache.kv_cache)
 
 
 def test_weights_are_read_where_vllm_keeps_them(mla):

@@ -5,15 +5,15 @@
     python -m tests.vllm.serve JOBS ANSWERS
 
 JOBS and ANSWERS are files: a list of [checkpoint, tokens of each prompt, options of `vllm.LLM`],
-and for each of them the tokens, the number of steps with a prefill beside a decode, our ops that
-ran, and the weights that our layers have copied (all of an engine in this process).
+and for each of them the tokens, the number of steps with a prefill beside a decode (of an engine in
+this process), our ops that ran, the weights that our layers have copied, and the heads of a layer
+on each rank.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,19 +36,30 @@ def watch() -> None:
     Scheduler.schedule = watched
 
 
-def copies(model: Any) -> set[str]:
-    """The op's matrices that are none of the model's parameters."""
+def seen(model: Any) -> dict[str, set[Any]]:
+    """Of a rank: the ops that ran, the op's matrices that are none of the model's parameters, and
+    the heads of our layers."""
     import torch
 
+    from custom.dispatch import log
+
     theirs = {each.untyped_storage().data_ptr() for each in model.parameters()}
-    layers = [each.weights for each in model.modules() if type(each).__name__ == "SparseMLA"]
-    return {
-        name
-        for weights in layers
-        for name, each in weights.items()
-        if isinstance(each, torch.Tensor) and each.ndim > 1
-        if each.untyped_storage().data_ptr() not in theirs
+    ours = {
+        kind: [each for each in model.modules() if type(each).__name__ == kind]
+        for kind in ("SparseMLA", "GatedDelta")
     }
+    return dict(
+        ops={op for op, _ in log.calls},
+        copies={
+            name
+            for layer in ours["SparseMLA"]
+            for name, each in layer.weights.items()
+            if isinstance(each, torch.Tensor) and each.ndim > 1
+            if each.untyped_storage().data_ptr() not in theirs
+        },
+        heads={layer.uk.shape[0] for layer in ours["SparseMLA"]}
+        | {layer.A_log.shape[0] for layer in ours["GatedDelta"]},
+    )
 
 
 def job(checkpoint: str, counts: list[int], options: dict[str, Any]) -> dict[str, Any]:
@@ -70,16 +81,16 @@ def job(checkpoint: str, counts: list[int], options: dict[str, Any]) -> dict[str
     sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in counts]
     asked = [{"prompt_token_ids": each} for each in prompts()]
     outputs = llm.generate(asked, sampling, use_tqdm=False)
-    alone = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    copied = set().union(*llm.apply_model(copies)) if alone else set()
+    ranks = llm.apply_model(seen)
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()
     return dict(
         tokens=[list(each.outputs[0].token_ids) for each in outputs],
         mixed=sum(1 in step and len(step) > 1 for step in STEPS),
-        ops=sorted({op for op, _ in log.calls}),
-        copies=sorted(copied),
+        ops=sorted(set.intersection(*(each["ops"] for each in ranks))),
+        copies=sorted(set.union(*(each["copies"] for each in ranks))),
+        heads=[sorted(each["heads"]) for each in ranks],
     )
 
 

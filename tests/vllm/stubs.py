@@ -49,7 +49,6 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
                 "decode_context_parallel_size",
                 "pipeline_parallel_size",
                 "prefill_context_parallel_size",
-                "tensor_parallel_size",
                 "use_ubatching",
             )
         },

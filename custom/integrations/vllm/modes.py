@@ -17,7 +17,6 @@ def check_modes(model: str, vllm_config: Any, **asked: bool) -> None:
     """Refuse, in one sentence, what `model` was not tried with; `asked` has more by name."""
     parallel = vllm_config.parallel_config
     modes = {
-        "tensor parallelism": parallel.tensor_parallel_size > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1
