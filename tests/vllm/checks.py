@@ -43,6 +43,8 @@ MODELS = {
     "qwen3_5": DELTA,
 }
 MIXED = ("deepseek_v32", "glm_52", "qwen3_next")
+# checkpoint -> heads of a layer; on two ranks, gloo between them, each has half
+RANKS = {"deepseek_v32": 8, "glm_52": 8, "qwen3_next": 4}
 # checkpoint -> what vLLM calls the caches of 8 bits that it is asked for
 FP8 = {"deepseek_v32_one": "fp8", "glm_5_one": "fp8_ds_mla"}
 
@@ -55,7 +57,10 @@ def run(module: str, *arguments: object, **variables: str) -> str:
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            # what our layers have seen is asked of other processes by functions
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
             **variables,
@@ -121,6 +126,23 @@ def answers(serve):
 def test_tokens_equal_those_of_hugging_face(name, answers, expected):
     assert answers[name]["tokens"] == expected[name]
     assert MODELS[name] <= set(answers[name]["ops"])
+
+
+@pytest.fixture(scope="session")
+def ranks(serve):
+    """The same of two ranks, two requests at a time."""
+    jobs = [(name, UNEVEN, dict(max_num_seqs=2, tensor_parallel_size=2)) for name in RANKS]
+    return dict(zip(RANKS, serve(*jobs), strict=True))
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks_share_the_heads(name, ranks, answers, expected):
+    answer = ranks[name]
+    assert answer["mixed"]
+    assert answer["tokens"] == [all[:n] for all, n in zip(expected[name], UNEVEN, strict=True)]
+    assert MODELS[name] <= set(answer["ops"])
+    assert answer["heads"] == [[RANKS[name] // 2]] * 2
+    assert answers[name]["heads"] == [[RANKS[name]]]
 
 
 @pytest.mark.parametrize("name", [*MODELS, *FP8])
