@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 BASE: dict[str, Any] = dict(
@@ -56,6 +57,10 @@ YARN: dict[str, Any] = dict(
     mscale_all_dim=1.0,
 )
 
+# one layer, and another for drafts
+DRAFTS: dict[str, Any] = dict(
+    MLA, **INDEX, num_hidden_layers=1, first_k_dense_replace=2, num_nextn_predict_layers=1
+)
 # Transformers' class knows no other way, vLLM asks
 GLM: dict[str, Any] = dict(MLA, **INDEX, indexer_rope_interleave=True)
 SHARED: dict[str, Any] = dict(
@@ -86,6 +91,7 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DeepseekV32Config",
         {**MLA, **INDEX, "rope_parameters": YARN},
     ),
+    "deepseek_v32_drafts": ("DeepseekV32ForCausalLM", "DeepseekV32Config", DRAFTS),
     "glm_5": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", GLM),
     "glm_52": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", {**GLM, **SHARED}),
     "deepseek_v32_one": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {**ONE, **WIDE_INDEX}),
@@ -117,6 +123,24 @@ def save_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def add_drafts(file: Path) -> None:
+    """To DeepSeek's one layer the same once more, for drafts: it takes the next token alone, so
+    that it says what the model will, but for the first two tokens, which it does not see."""
+    weights = load_file(file)
+    layer = {name: each for name, each in weights.items() if name.startswith("model.layers.0.")}
+    size = weights["model.norm.weight"].shape[0]
+    layer |= {
+        "model.layers.0.enorm.weight": torch.ones(size),
+        "model.layers.0.hnorm.weight": torch.ones(size),
+        "model.layers.0.eh_proj.weight": torch.eye(size, 2 * size),
+        "model.layers.0.shared_head.norm.weight": weights["model.norm.weight"],
+        "model.layers.0.shared_head.head.weight": weights["lm_head.weight"],
+        "model.layers.0.embed_tokens.weight": weights["model.embed_tokens.weight"],
+    }
+    more = {name.replace("layers.0", "layers.1"): each.clone() for name, each in layer.items()}
+    save_file(weights | more, file, {"format": "pt"})
+
+
 def make(folder: Path, name: str) -> Any:
     """The model, saved, with weights large enough that no layer is a bystander."""
     model_name, configuration, sizes = CHECKPOINTS[name]
@@ -126,7 +150,13 @@ def make(folder: Path, name: str) -> Any:
     for weight in model.parameters():
         if weight.ndim == 2:
             torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    drafts = sizes.get("num_nextn_predict_layers", 0) > 0
+    if drafts:
+        embedded = model.model.embed_tokens.weight.data
+        embedded /= embedded.square().mean(-1, keepdim=True).sqrt()  # as the drafts' norm leaves it
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder / name)
+    if drafts:
+        add_drafts(folder / name / "model.safetensors")
     save_tokenizer(folder / name)
     return model.eval()

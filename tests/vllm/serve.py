@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,24 @@ from .checkpoints import prompts
 STEPS: list[set[int]] = []  # for every step the numbers of tokens that its requests have
 
 
+DRAFTS: Counter[int] = Counter()  # how often so many drafts of a request were taken
+
+
 def watch() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    schedule = Scheduler.schedule
+    schedule, observe = Scheduler.schedule, Scheduler.make_spec_decoding_stats
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = schedule(self, *args, **kwargs)
         STEPS.append(set(output.num_scheduled_tokens.values()))
         return output
 
-    Scheduler.schedule = watched
+    def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        DRAFTS[kwargs["num_accepted_tokens"]] += 1
+        return observe(self, *args, **kwargs)
+
+    Scheduler.schedule, Scheduler.make_spec_decoding_stats = watched, observed
 
 
 def seen(model: Any) -> dict[str, set[Any]]:
@@ -68,6 +76,7 @@ def job(checkpoint: str, counts: list[int], options: dict[str, Any]) -> dict[str
     from vllm.distributed import cleanup_dist_env_and_memory
 
     STEPS.clear()
+    DRAFTS.clear()
     log.calls.clear()
     given = dict(
         dtype="float32",
@@ -88,6 +97,7 @@ def job(checkpoint: str, counts: list[int], options: dict[str, Any]) -> dict[str
     return dict(
         tokens=[list(each.outputs[0].token_ids) for each in outputs],
         mixed=sum(1 in step and len(step) > 1 for step in STEPS),
+        drafts=[DRAFTS[taken] for taken in range(max(DRAFTS, default=-1) + 1)],
         ops=sorted(set.intersection(*(each["ops"] for each in ranks))),
         copies=sorted(set.union(*(each["copies"] for each in ranks))),
         heads=[sorted(each["heads"]) for each in ranks],

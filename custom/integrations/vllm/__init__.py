@@ -39,9 +39,14 @@ def register() -> None:
         ascend.register()
         return
     check_version(SWITCH, "vLLM", vllm.__version__, VLLM)
-    for model in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
+    ours = {
+        "DeepseekV32ForCausalLM": "DeepseekV32ForCausalLM",
+        "GlmMoeDsaForCausalLM": "GlmMoeDsaForCausalLM",
+        "DeepseekV32MTPModel": "DeepseekV32MTP",  # the drafts of both
+    }
+    for model, name in ours.items():
         # by name: vLLM imports a model where it builds it
-        vllm.ModelRegistry.register_model(model, f"{__name__}.mla:{model}")
+        vllm.ModelRegistry.register_model(model, f"{__name__}.mla:{name}")
     from . import gdn
 
     gdn.register()

@@ -37,6 +37,7 @@ class GatedDelta(QwenGatedDeltaNetAttention):
             "the gated delta rule",
             vllm_config,
             states_of_all_blocks=vllm_config.cache_config.mamba_cache_mode == "all",
+            drafts=vllm_config.speculative_config is not None,
         )
         super().__init__(config, vllm_config, *args, **kwargs)
 

@@ -29,7 +29,7 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
-from vllm.model_executor.models import deepseek_v2
+from vllm.model_executor.models import deepseek_mtp, deepseek_v2
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -264,9 +264,14 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
                 f"CUSTOM_VLLM=1 serves DeepSeek-V3.2's indexer, and this is a "
                 f"{type(m.indexer).__name__}; unset CUSTOM_VLLM."
             )
+        drafts = config.speculative_config
         check_modes(
             "sparse attention",
             config,
+            drafts_that_share_a_selection=drafts is not None
+            and bool(
+                getattr(drafts.draft_model_config.hf_config, "index_share_for_mtp_iteration", False)
+            ),
             quantised_weights=quant_config is not None,
             caches_other_than_bfloat16_and_fp8=not (self.packed or stored in ("auto", "bfloat16")),
             fp8_caches_of_other_sizes_than_those_of_DeepSeek=self.packed
@@ -544,6 +549,14 @@ class DeepseekV32ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):
 
 
 class GlmMoeDsaForCausalLM(deepseek_v2.GlmMoeDsaForCausalLM):
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        with _our_layers():
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+
+class DeepseekV32MTP(deepseek_mtp.DeepSeekMTP):
+    """The layer of either that drafts tokens."""
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         with _our_layers():
             super().__init__(vllm_config=vllm_config, prefix=prefix)

@@ -15,14 +15,15 @@ ASCEND: Versions = (0, 23), (0, 24)
 
 def check_modes(model: str, vllm_config: Any, **asked: bool) -> None:
     """Refuse, in one sentence, what `model` was not tried with; `asked` has more by name."""
-    parallel = vllm_config.parallel_config
+    parallel, drafts = vllm_config.parallel_config, vllm_config.speculative_config
     modes = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
         "microbatches (DBO)": parallel.use_ubatching,
-        "speculative decoding": vllm_config.speculative_config is not None,
+        # of a model's own layers for it: their tokens are checked by the layers that are ours
+        "drafts of another kind than MTP": drafts is not None and drafts.method != "mtp",
         "LoRA": vllm_config.lora_config is not None,
         "a KV connector": vllm_config.kv_transfer_config is not None,
         **{name.replace("_", " "): on for name, on in asked.items()},
