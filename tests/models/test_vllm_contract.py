@@ -164,8 +164,11 @@ def configuration(**changed: object) -> SimpleNamespace:
     return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), **given)
 
 
-def test_a_plain_engine_is_served():
-    modes.check_modes("sparse attention", configuration(), quantised_weights=False)
+@pytest.mark.parametrize("method", [None, "mtp"])
+def test_a_plain_engine_is_served(method):
+    drafts = SimpleNamespace(method=method) if method else None
+    asked = configuration(speculative_config=drafts)
+    modes.check_modes("sparse attention", asked, quantised_weights=False)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,10 @@ def test_a_plain_engine_is_served():
         (dict(decode_context_parallel_size=2), "context parallelism"),
         (dict(prefill_context_parallel_size=2), "context parallelism"),
         (dict(use_ubatching=True), "microbatches (DBO)"),
-        (dict(speculative_config=object()), "speculative decoding"),
+        (
+            dict(speculative_config=SimpleNamespace(method="ngram")),
+            "drafts of another kind than MTP",
+        ),
         (dict(lora_config=object()), "LoRA"),
         (dict(kv_transfer_config=object()), "a KV connector"),
     ],
@@ -468,12 +474,17 @@ def mla():
 
 
 def built(
-    mla: Any, count: int, neox: bool, shared: bool = False, heads: slice = slice(N)
+    mla: Any,
+    count: int,
+    neox: bool,
+    shared: bool = False,
+    heads: slice = slice(N),
+    drafts: Any = None,
 ) -> list[Any]:
     """Layers with caches of 6 pages; `shared`: all but the first take its selection; `heads`: those
     of one rank, whose weights vLLM has cut."""
     torch.manual_seed(0)
-    config = configuration()
+    config = configuration(speculative_config=drafts)
     config.cache_config = SimpleNamespace(cache_dtype="auto")
     config.model_config = SimpleNamespace(dtype=torch.float32)
     config.compilation_config = SimpleNamespace(static_forward_context={})
@@ -584,6 +595,29 @@ def test_weights_are_read_where_vllm_keeps_them(mla):
     tensors = {name: each for name, each in ours.items() if isinstance(each, Tensor)}
     copies = {n for n, each in tensors.items() if each.untyped_storage().data_ptr() not in theirs}
     assert len(tensors) == 12 and copies == {"w_uk"}
+
+
+def test_reloaded_weights_lie_where_they_were(mla):
+    """What is copied, too: a graph that was captured reads it there."""
+    (layer,) = built(mla, 1, neox=True)
+    before = {n: each.data_ptr() for n, each in layer.weights.items() if isinstance(each, Tensor)}
+    half = layer.uk.clone()
+    for weight in layer.parameters():
+        weight.mul_(2)
+    layer.process_weights_after_loading(torch.float32)
+    after = {n: each.data_ptr() for n, each in layer.weights.items() if isinstance(each, Tensor)}
+    assert after == before and torch.equal(layer.uk, 2 * half)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_drafts_select_for_themselves(shares, mla):
+    settings = SimpleNamespace(index_share_for_mtp_iteration=shares)
+    drafts = SimpleNamespace(method="mtp", draft_model_config=SimpleNamespace(hf_config=settings))
+    if not shares:
+        built(mla, 1, neox=True, drafts=drafts)
+        return
+    with pytest.raises(NotSupported, match="without drafts that share a selection, and"):
+        built(mla, 1, neox=True, drafts=drafts)
 
 
 @pytest.mark.parametrize(

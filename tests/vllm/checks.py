@@ -45,6 +45,17 @@ MODELS = {
 MIXED = ("deepseek_v32", "glm_52", "qwen3_next")
 # checkpoint -> heads of a layer; on two ranks, gloo between them, each has half
 RANKS = {"deepseek_v32": 8, "glm_52": 8, "qwen3_next": 4}
+# prompts in parts of up to so many tokens a step; what was kept of them is not computed again
+KEPT: dict[str, dict[str, Any]] = {
+    "deepseek_v32": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=16),
+    "glm_52": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=16),
+    "deepseek_v32_drafts": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=16),
+    "qwen3_next": dict(max_num_batched_tokens=128, max_num_seqs=4),
+}
+DRAFTS: dict[str, Any] = dict(
+    speculative_config=dict(method="mtp", num_speculative_tokens=2),
+)
+RELOADED = ("deepseek_v32", "qwen3_next")
 # checkpoint -> what vLLM calls the caches of 8 bits that it is asked for
 FP8 = {"deepseek_v32_one": "fp8", "glm_5_one": "fp8_ds_mla"}
 
@@ -77,7 +88,7 @@ def run(module: str, *arguments: object, **variables: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints NAME, and Hugging Face's tokens in NAME.json."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    run("reference", folder, COUNT, *MODELS, *FP8, "deepseek_v3")
+    run("reference", folder, COUNT, *MODELS, *FP8, "deepseek_v32_drafts", "deepseek_v3")
     return folder
 
 
@@ -117,8 +128,15 @@ def answers(serve):
     jobs += [("qwen3_next", [COUNT] * 5, dict(max_num_batched_tokens=64, max_num_seqs=4))]
     jobs += [(name, [COUNT] * 5, dict(kv_cache_dtype=kind)) for name, kind in FP8.items()]
     jobs += [(name, UNEVEN, dict(kv_cache_dtype="fp8", max_num_seqs=2)) for name in FP8]
+    jobs += [("deepseek_v32_drafts", [COUNT] * 5, DRAFTS)]
+    for name, options in KEPT.items():
+        more = DRAFTS if name.endswith("_drafts") else {}
+        asked = dict(options, enable_prefix_caching=True, resumed=True, **more)
+        jobs.append((name, [COUNT] * 5, asked))
+    jobs += [(name, [COUNT] * 5, dict(reloaded=True)) for name in RELOADED]
     names = [*MODELS, *(f"{name} mixed" for name in MIXED), "deepseek_v3", "parts"]
-    names += [*FP8, *(f"{name} mixed" for name in FP8)]
+    names += [*FP8, *(f"{name} mixed" for name in FP8), "drafts"]
+    names += [*(f"{name} kept" for name in KEPT), *(f"{name} reloaded" for name in RELOADED)]
     return dict(zip(names, serve(*jobs), strict=True))
 
 
@@ -131,8 +149,10 @@ def test_tokens_equal_those_of_hugging_face(name, answers, expected):
 @pytest.fixture(scope="session")
 def ranks(serve):
     """The same of two ranks, two requests at a time."""
-    jobs = [(name, UNEVEN, dict(max_num_seqs=2, tensor_parallel_size=2)) for name in RANKS]
-    return dict(zip(RANKS, serve(*jobs), strict=True))
+    two: dict[str, Any] = dict(max_num_seqs=2, tensor_parallel_size=2)
+    jobs = [(name, UNEVEN, two) for name in RANKS]
+    jobs += [("deepseek_v32_drafts", UNEVEN, two | DRAFTS)]
+    return dict(zip([*RANKS, "drafts"], serve(*jobs), strict=True))
 
 
 @pytest.mark.parametrize("name", RANKS)
@@ -168,8 +188,37 @@ def test_prefills_and_decodes_in_one_batch(name, answers, expected):
     assert answer["tokens"] == [all[:n] for all, n in zip(expected[name], UNEVEN, strict=True)]
 
 
+def test_drafts_are_taken_and_refused(answers, expected):
+    """The draft layer says nearly what the model will: of two drafts none, one or both are right."""
+    answer = answers["drafts"]
+    assert answer["tokens"] == expected["deepseek_v32_drafts"]
+    none, one, both = answer["drafts"]
+    assert none > 0 and one > 0 and both > none + one
+
+
+def test_drafts_of_two_ranks(ranks, expected):
+    wanted = [all[:n] for all, n in zip(expected["deepseek_v32_drafts"], UNEVEN, strict=True)]
+    assert ranks["drafts"]["tokens"] == wanted
+    assert ranks["drafts"]["heads"] == [[4], [4]]
+    assert ranks["drafts"]["drafts"][2] > ranks["drafts"]["drafts"][0] > 0
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_prefixes_are_kept_and_prompts_come_in_parts(name, answers, expected):
+    """Requests that go on from prompts, answers and parts of them that others had."""
+    answer = answers[f"{name} kept"]
+    assert answer["tokens"] == expected[name]
+    assert answer["kept"] > 100
+
+
+@pytest.mark.parametrize("name", RELOADED)
+def test_weights_that_are_lost_are_read_again(name, answers, expected):
+    """Where they were, those that a layer has copied as well."""
+    assert answers[f"{name} reloaded"]["tokens"] == expected[name]
+
+
 def test_prompts_in_parts(answers, expected):
-    """64 tokens a step; for latent attention vLLM does without on a CPU."""
+    """64 tokens a step."""
     assert answers["parts"]["mixed"]
     assert answers["parts"]["tokens"] == expected["qwen3_next"]
 

@@ -4,8 +4,9 @@
 
     python -m tests.vllm.serve JOBS ANSWERS
 
-JOBS and ANSWERS are files: a list of [checkpoint, tokens of each prompt, options of `vllm.LLM`],
-and for each of them the tokens, the number of steps with a prefill beside a decode (of an engine in
+JOBS and ANSWERS are files: a list of [checkpoint, tokens of each prompt, options of `vllm.LLM`]
+(with `resumed`: the last half of the tokens is asked for in a request of its own, of the prompt and
+the first half; with `reloaded`: after the weights were lost and read again), and for each of them the tokens, how many of all prompts vLLM had kept, the number of steps with a prefill beside a decode (of an engine in
 this process), our ops that ran, the weights that our layers have copied, and the heads of a layer
 on each rank.
 """
@@ -16,8 +17,10 @@ import gc
 import json
 import sys
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from .checkpoints import prompts
 
@@ -42,6 +45,27 @@ def watch() -> None:
         return observe(self, *args, **kwargs)
 
     Scheduler.schedule, Scheduler.make_spec_decoding_stats = watched, observed
+
+
+def keeping() -> AbstractContextManager[Any]:
+    """Prefixes kept and prefills in parts as asked for: for latent attention vLLM turns both off on
+    a CPU, where its own layers cannot do them."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def checked(config: Any) -> None:
+        asked = [
+            (config.scheduler_config, "max_num_batched_tokens"),
+            (config.scheduler_config, "enable_chunked_prefill"),
+            (config.cache_config, "enable_prefix_caching"),
+        ]
+        values = [getattr(part, name) for part, name in asked]
+        check(config)
+        for (part, name), value in zip(asked, values, strict=True):
+            setattr(part, name, value)
+
+    return patch.object(CpuPlatform, "check_and_update_config", staticmethod(checked))
 
 
 def seen(model: Any) -> dict[str, set[Any]]:
@@ -70,6 +94,22 @@ def seen(model: Any) -> dict[str, set[Any]]:
     )
 
 
+def weights_at(model: Any) -> list[int]:
+    """The addresses of a model's parameters and of what our layers have copied of them."""
+    layers = [each for each in model.modules() if type(each).__name__ == "SparseMLA"]
+    copies = [each for layer in layers for each in layer.copies.values()]
+    return [each.data_ptr() for each in [*model.parameters(), *copies]]
+
+
+def lose_weights(model: Any) -> list[int]:
+    for each in model.parameters():
+        each.data.fill_(float("nan"))
+    for layer in model.modules():
+        for each in getattr(layer, "copies", {}).values():
+            each.fill_(float("nan"))
+    return weights_at(model)
+
+
 def job(checkpoint: str, counts: list[int], options: dict[str, Any]) -> dict[str, Any]:
     from custom.dispatch import log
     from vllm import LLM, SamplingParams
@@ -86,16 +126,30 @@ def job(checkpoint: str, counts: list[int], options: dict[str, Any]) -> dict[str
         seed=0,
         tokenizer_mode="hf",
     )
-    llm = LLM(model=checkpoint, **{**given, **options})
-    sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in counts]
-    asked = [{"prompt_token_ids": each} for each in prompts()]
-    outputs = llm.generate(asked, sampling, use_tqdm=False)
+    resumed, reloaded = options.pop("resumed", False), options.pop("reloaded", False)
+    with keeping() if options.get("enable_prefix_caching") else nullcontext():
+        llm = LLM(model=checkpoint, **{**given, **options})
+    if reloaded:
+        addresses = llm.apply_model(lose_weights)
+        llm.collective_rpc("reload_weights")
+        assert llm.apply_model(weights_at) == addresses
+    tokens: list[list[int]] = [[] for _ in counts]
+    kept = 0
+    for counted in [[n // 2 for n in counts], counts] if resumed else [counts]:
+        missing = [n - len(got) for n, got in zip(counted, tokens, strict=True)]
+        sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in missing]
+        texts = [prompt + got for prompt, got in zip(prompts(), tokens, strict=True)]
+        outputs = llm.generate([{"prompt_token_ids": x} for x in texts], sampling, use_tqdm=False)
+        for got, each in zip(tokens, outputs, strict=True):
+            got += each.outputs[0].token_ids
+            kept += each.num_cached_tokens
     ranks = llm.apply_model(seen)
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()
     return dict(
-        tokens=[list(each.outputs[0].token_ids) for each in outputs],
+        tokens=tokens,
+        kept=kept,
         mixed=sum(1 in step and len(step) > 1 for step in STEPS),
         drafts=[DRAFTS[taken] for taken in range(max(DRAFTS, default=-1) + 1)],
         ops=sorted(set.intersection(*(each["ops"] for each in ranks))),

@@ -42,7 +42,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         },
         "vllm.config.cache": {"CacheConfig": ("block_size", "cache_dtype", "mamba_cache_mode")},
         "vllm.config.compilation": {"CompilationConfig": ("static_forward_context",)},
-        "vllm.config.model": {"ModelConfig": ("dtype",)},
+        "vllm.config.model": {"ModelConfig": ("dtype", "hf_config")},
         "vllm.config.parallel": {
             "ParallelConfig": (
                 "data_parallel_size",
@@ -52,6 +52,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
                 "use_ubatching",
             )
         },
+        "vllm.config.speculative": {"SpeculativeConfig": ("draft_model_config", "method")},
         "vllm.forward_context": {
             "ForwardContext": ("attn_metadata", "no_compile_layers"),
             "get_forward_context": EVERY,
@@ -97,6 +98,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "MultiHeadLatentAttentionWrapper": ("__init__", "forward"),
         },
         "vllm.model_executor.layers.sparse_attn_indexer": {"SparseAttnIndexer": ("__init__",)},
+        "vllm.model_executor.models.deepseek_mtp": {"DeepSeekMTP": ("__init__",)},
         "vllm.model_executor.models.deepseek_v2": {
             "DeepseekV2ForCausalLM": ("__init__",),
             "DeepseekV3ForCausalLM": EVERY,

@@ -295,6 +295,7 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
         # [tokens, K] of all layers: one without an indexer takes the selection of the last that has
         self.selection: Any = m.topk_indices_buffer
 
+        self.copies: dict[str, Tensor] = {}
         self.layer_name = f"{prefix}.attn"
         dtype = config.model_config.dtype
         self.layers = config.compilation_config.static_forward_context
@@ -316,10 +317,13 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
             linear._cpu_skip_gemm_dispatch = True
 
     def process_weights_after_loading(self, dtype: torch.dtype) -> None:
-        """The arguments of the layer's op: views of vLLM's weights; `uk` [N, Dn, R] is copied."""
+        """The arguments of the layer's op: views of vLLM's weights; `uk` [N, Dn, R] is copied.
+
+        vLLM calls it again when it has reloaded weights, to where they were.
+        """
         heads = self.kv_b_proj.weight.detach().unflatten(0, (self.heads, -1))
         uk, self.uv = heads.split([self.query_sizes[0], self.value_size], 1)
-        self.uk = uk.contiguous()
+        self.uk = self.copied("uk", uk.contiguous())
         w_dq, w_dkv_kr = self.fused_qkv_a_proj.weight.detach().tensor_split(self.latent_sizes[:1])
         norm = self.q_a_layernorm
         self.weights: dict[str, Any] = dict(
@@ -344,14 +348,21 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
             w_idx_qb=i.wq_b.weight.detach(),
             w_idx_k=w_idx_k,
             w_idx_proj=w_idx_proj,
-            in_gamma_k=i.k_norm.weight.detach().to(dtype),
-            in_beta_k=i.k_norm.bias.detach().to(dtype),
+            in_gamma_k=self.copied("gamma", i.k_norm.weight.detach().to(dtype)),
+            in_beta_k=self.copied("beta", i.k_norm.bias.detach().to(dtype)),
             layer_norm_eps=i.k_norm.eps,
             sparse_count=self.selection.shape[1],
             index_rope_interleaved=not self.indexer_rope_emb.is_neox_style,
         )
         others = (each for each in self.layers.values() if isinstance(each, SparseMLA))
         self.selects_for_others = any(each.indexer is None for each in others)
+
+    def copied(self, name: str, weight: Tensor) -> Tensor:
+        """At the address that it had before, if any: a graph has that."""
+        if name in self.copies:
+            return self.copies[name].copy_(weight)
+        self.copies[name] = weight
+        return weight
 
     @override
     def forward(

@@ -11,3 +11,4 @@ from torch import nn
 
 class ModelConfig:
     dtype: Any = ...
+    hf_config: Any = field(default=..., init=False)
