@@ -45,6 +45,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (  # noqa: E402
 )
 from transformers.models.glm5_next import modeling_glm5_next  # noqa: E402
 from transformers.models.kimi_linear import modeling_kimi_linear  # noqa: E402
+from transformers.models.olmo_hybrid import modeling_olmo_hybrid  # noqa: E402
 from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
@@ -315,9 +316,12 @@ def _with_documents(layer: Any) -> Callable[..., Tensor]:
     @wraps(forward)
     def told(self: Any, *args: Any, **options: Any) -> Tensor:
         position_ids, made = options.get("position_ids"), options.pop("positions_made", False)
+        is_linear = hasattr(self, "linear_attn") or (
+            getattr(self, "block_type", None) == "linear_attention"
+        )
         if (
             not made
-            and self.block_type == "linear_attention"
+            and is_linear
             and options.get("attention_mask") is None
             and position_ids is not None
             and position_ids.shape[-1] > 1
@@ -396,6 +400,14 @@ def _refuse_all_but_silu(self: Any) -> None:
 
 def _projected(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What is convolved, [B, S, channels], and z [B, S, Nv, Dv], b, a [B, S, Nv]."""
+    if hasattr(self, "q_proj"):  # OLMo-Hybrid
+        mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        return (
+            mixed,
+            self.g_proj(x).unflatten(-1, (-1, self.head_v_dim)),
+            self.b_proj(x),
+            self.a_proj(x),
+        )
     if hasattr(self, "in_proj_qkv"):  # Qwen3.5 has a projection for each
         z = self.in_proj_z(x).unflatten(-1, (-1, self.head_v_dim))
         return self.in_proj_qkv(x), z, self.in_proj_b(x), self.in_proj_a(x)
@@ -411,7 +423,8 @@ def _gated_delta_forward(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """`Qwen3NextGatedDeltaNet.forward` and Qwen3.5's: their projections, all between them ours.
+    """`Qwen3NextGatedDeltaNet.forward`, Qwen3.5's and OLMo-Hybrid's: their projections, all between
+    them ours.
 
     A decode step is one call, and updates the cache's own tensors in place.
     """
@@ -419,6 +432,8 @@ def _gated_delta_forward(
     documents = _documents(past, x, kwargs)
     _refuse_all_but_silu(self)
     mixed, z, b, a = _projected(self, x)
+    norm = self.o_norm if hasattr(self, "o_norm") else self.norm
+    twice = getattr(self, "allow_neg_eigval", False)  # OLMo-Hybrid
     if past.steps(x):
         out = npu_gated_delta_layer_decode(
             mixed,
@@ -430,10 +445,11 @@ def _gated_delta_forward(
             self.conv1d.weight.squeeze(1).t(),
             self.A_log,
             self.dt_bias,
-            self.norm.weight,
+            norm.weight,
             torch.arange(x.shape[0], device=x.device),
             conv_bias=self.conv1d.bias,
-            epsilon=self.norm.variance_epsilon,
+            epsilon=norm.variance_epsilon,
+            allow_neg_eigval=twice,
         )
     else:
         mixed = _convolved(self, past, mixed, documents)
@@ -446,11 +462,12 @@ def _gated_delta_forward(
             k.unflatten(-1, (-1, self.head_k_dim)),
             v.unflatten(-1, (-1, self.head_v_dim)),
             kernels.decay(a, self.A_log, self.dt_bias),
-            b.sigmoid(),
+            2 * b.sigmoid() if twice else b.sigmoid(),
             output_final_state=cache is not None,
         )
-        out = npu_gated_rms_norm(out, z, self.norm.weight, self.norm.variance_epsilon)
-    projected: Tensor = self.out_proj(out.flatten(2))
+        out = npu_gated_rms_norm(out, z, norm.weight, norm.variance_epsilon)
+    out = out.flatten(2)
+    projected: Tensor = self.o_proj(out) if hasattr(self, "o_proj") else self.out_proj(out)
     return projected
 
 
@@ -523,9 +540,14 @@ _LINEAR: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
     (modeling_qwen3_next.Qwen3NextGatedDeltaNet, _gated_delta_forward),
     (modeling_qwen3_5.Qwen3_5GatedDeltaNet, _gated_delta_forward),
     (modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet, _gated_delta_forward),
+    (modeling_olmo_hybrid.OlmoHybridGatedDeltaNet, _gated_delta_forward),
     (modeling_kimi_linear.KimiLinearDeltaAttention, _kimi_delta_forward),
     (modeling_glm5_next.Glm5NextTextLinearAttention, _kimi_delta_forward),
     *((each, _kimi_delta_forward) for each in _LING),
+    (
+        modeling_olmo_hybrid.OlmoHybridAttentionDecoderLayer,  # it is told of positions too
+        _with_documents(modeling_olmo_hybrid.OlmoHybridAttentionDecoderLayer),
+    ),
     *(
         told
         for layer, model in (
@@ -533,6 +555,10 @@ _LINEAR: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
             (modeling_qwen3_5.Qwen3_5DecoderLayer, modeling_qwen3_5.Qwen3_5TextModel),
             (modeling_qwen3_5_moe.Qwen3_5MoeDecoderLayer, modeling_qwen3_5_moe.Qwen3_5MoeTextModel),
             (modeling_kimi_linear.KimiLinearDecoderLayer, modeling_kimi_linear.KimiLinearModel),
+            (
+                modeling_olmo_hybrid.OlmoHybridLinearAttentionDecoderLayer,
+                modeling_olmo_hybrid.OlmoHybridModel,
+            ),
         )
         for told in ((layer, _with_documents(layer)), (model, _with_positions(model)))
     ),

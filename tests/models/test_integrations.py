@@ -35,6 +35,7 @@ from ..support.models import (  # noqa: E402
     greedy,
     kimi_linear,
     linear_layers,
+    olmo_hybrid,
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
@@ -324,7 +325,8 @@ KIMI = dict(
     drafts=QWEN["drafts"],
 )
 # what a layer calls, in this order
-LINEAR = {qwen3_next: QWEN, qwen3_5: QWEN, qwen3_5_moe: QWEN, kimi_linear: KIMI, glm5_next: KIMI}
+QWENS = dict.fromkeys((qwen3_next, qwen3_5, qwen3_5_moe, olmo_hybrid), QWEN)
+LINEAR = QWENS | {kimi_linear: KIMI, glm5_next: KIMI}
 if hasattr(transformers, "BailingHybridConfig"):  # since 5.24
     LINEAR[bailing_hybrid] = KIMI
 # what the one layer calls that is not linear
@@ -337,7 +339,7 @@ BESIDE = {
 every_linear_model = pytest.mark.parametrize("make", LINEAR, ids=lambda make: make.__name__)
 # the others' own code does not keep documents of a row apart
 linear_models = pytest.mark.parametrize(
-    "make", [qwen3_next, qwen3_5, qwen3_5_moe, kimi_linear], ids=lambda make: make.__name__
+    "make", [*QWENS, kimi_linear], ids=lambda make: make.__name__
 )
 
 
@@ -404,7 +406,7 @@ def test_every_part_of_a_linear_layer_is_ours(make):
             with verification(cache) as step:
                 model(ids[:, 10:], past_key_values=cache)
                 step.keep(1)
-            bounded = make not in (qwen3_next, qwen3_5, qwen3_5_moe, kimi_linear)
+            bounded = make not in (*QWENS, kimi_linear)
             assert layer.ours == ops["drafts"]
             assert layer.others == made - ({"softplus"} if bounded else set())
 
