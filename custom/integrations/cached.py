@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -124,6 +124,37 @@ class RingLayer(PagedLayer):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         self.tokens = self.most = 0
+
+
+Ours = TypeVar("Ours", bound=PagedLayer)
+
+
+def taken_over(
+    cache: Cache | None,
+    number: int,
+    numbers: list[int],
+    theirs: type[Any],
+    made: Callable[[], list[Ours]],
+) -> Ours:
+    """Layer `number` of the cache, whose layers `numbers` become those that are `made`, all at
+    once, while they are `theirs` and empty; without a cache, a layer alone."""
+    if cache is None:
+        return made()[0]
+    layers: list[Any] = cache.layers
+    came = [layers[each] for each in numbers if each < len(layers)]
+    if not any(isinstance(each, PagedLayer) for each in came):
+        full = [each for each in came if type(each) is not theirs or each.get_seq_length()]
+        if full or len(came) < len(numbers):
+            held = f"{full[0]} of {full[0].get_seq_length()} tokens" if full else "no such layer"
+            raise NotSupported(
+                f"{WHERE} takes over a DynamicCache that is still empty; got "
+                f"{type(cache).__name__} with {held}. Leave the cache out, or pass "
+                "DynamicCache(config=model.config)."
+            )
+        for each, ours in zip(numbers, made(), strict=True):
+            layers[each] = ours
+    taken: Ours = layers[number]
+    return taken
 
 
 def refuse_what_differs(self: Any, options: dict[str, Any]) -> None:

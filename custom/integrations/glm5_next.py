@@ -23,17 +23,13 @@ from ..sparse_attention import (
     npu_mla_prolog_pto,
     npu_sparse_flash_attention,
 )
-from .cached import RingLayer, refuse_what_differs, takes_cache
+from .cached import RingLayer, refuse_what_differs, taken_over, takes_cache
 from .deepseek_v4 import page_of
 from .dsa import SharedAttentionWeights, check_format, format_of, shared_of
 from .masks import WHERE, OncePerForward, Texts, padded
-from .paged import check_page, more_pages, more_room, slots_of, token_positions
+from .paged import LayersOfPages, check_page, slots_of, token_positions
 
 from transformers.cache_utils import Cache, DynamicIndexedLayer  # isort: skip  # as the others
-from transformers.models.glm5_next import modeling_glm5_next  # isort: skip
-
-_new_layer: Any = DynamicIndexedLayer
-_glm: Any = modeling_glm5_next  # its functions are not typed
 
 
 class PoolLayerCaches(NamedTuple):
@@ -45,7 +41,7 @@ class PoolLayerCaches(NamedTuple):
     states: Tensor | None  # [requests, ring, 2 Di]
 
 
-class PoolCaches:
+class PoolCaches(LayersOfPages):
     """Pages of latents and of pools, which share a block table, and a ring of states a request.
 
     Args:
@@ -53,6 +49,8 @@ class PoolCaches:
         layers: numbers of layers with sparse attention.
         drafts: tokens that may be taken back.
     """
+
+    whole = ("states",)
 
     def __init__(
         self,
@@ -67,9 +65,8 @@ class PoolCaches:
         device: torch.device,
     ) -> None:
         m, size = config.index_kpool, config.index_head_dim
-        self.page_size, self.drafts = page_of(page_size, {m}), drafts
-        self._random = torch.Generator().manual_seed(0)
-        self.block_table = torch.empty(requests, 0, dtype=torch.int32, device=device)
+        super().__init__(requests, page_of(page_size, {m}), device)
+        self.drafts = drafts
         self.state_table = torch.arange(requests, dtype=torch.int32, device=device)[:, None]
         wide = torch.float64 if dtype is torch.float64 else torch.float32
 
@@ -87,24 +84,6 @@ class PoolCaches:
                 caches = caches._replace(pools=pool(self.page_size // m, size), states=states)
             self.layers.append(caches)
         self.reserve(capacity)
-
-    @property
-    def capacity(self) -> int:
-        """Positions that a request can have."""
-        return self.block_table.shape[1] * self.page_size
-
-    def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` positions a request; what is cached stays where it is."""
-        columns = -(-capacity // self.page_size)
-        self.block_table, pages = more_pages(self.block_table, columns, self._random)
-        self.layers = [
-            each._replace(
-                kv=more_room(each.kv, pages),
-                kr=more_room(each.kr, pages),
-                pools=more_room(each.pools, pages),
-            )
-            for each in self.layers
-        ]
 
 
 class _PoolLayer(RingLayer):  # type: ignore[no-untyped-call]
@@ -236,30 +215,20 @@ def _layers_of(config: Any) -> list[int]:
 def _taken_over(cache: Cache | None, module: Any, x: Tensor, options: dict[str, int]) -> _PoolLayer:
     """The layer's cache, after taking over a new one's layers of sparse attention, all at once."""
     numbers = [module.layer_idx] if cache is None else _layers_of(module.config)
-    layers: Any = {module.layer_idx: _new_layer()} if cache is None else cache.layers
-    layer = layers[module.layer_idx]
-    if isinstance(layer, _PoolLayer):
-        return layer
-    came = [layers[each] for each in numbers]
-    if any(type(each) is not DynamicIndexedLayer or each.get_seq_length() for each in came):
-        raise NotSupported(
-            f"{WHERE} takes over a DynamicCache that is still empty; got {type(cache).__name__} "
-            f"with {layer} of {layer.get_seq_length()} tokens. Leave the cache out, or pass "
-            "DynamicCache(config=model.config)."
+
+    def made() -> list[_PoolLayer]:
+        caches = PoolCaches(
+            module.config,
+            numbers,
+            requests=x.shape[0],
+            capacity=x.shape[1],
+            dtype=x.dtype,
+            device=x.device,
+            **options,
         )
-    caches = PoolCaches(
-        module.config,
-        numbers,
-        requests=x.shape[0],
-        capacity=x.shape[1],
-        dtype=x.dtype,
-        device=x.device,
-        **options,
-    )
-    for index, number in enumerate(numbers):
-        layers[number] = _PoolLayer(caches, index)
-    taken: _PoolLayer = layers[module.layer_idx]
-    return taken
+        return [_PoolLayer(caches, index) for index in range(len(numbers))]
+
+    return taken_over(cache, module.layer_idx, numbers, DynamicIndexedLayer, made)
 
 
 def _read(mask: Any, requests: int, tokens: int, valid: Tensor | None, cached: int) -> Texts:

@@ -178,6 +178,26 @@ def padded(mask: Any, requests: int, tokens: int, before: Tensor | None) -> Text
     return _at_the_end(valid, there)
 
 
+def unmasked(requests: int, tokens: int, before: Tensor | None, device: torch.device) -> Texts:
+    """Where no mask comes: every column has a token, the cached ones `before` [B, T - S] too.
+
+    Waits for the device, but in a graph.
+    """
+    there = torch.ones(requests, tokens, dtype=torch.bool, device=device)
+    found = padded(there, requests, tokens, before)
+    if before is None:
+        return found
+    every = before.all()
+    if not _may_wait(there):
+        found.unread = every
+    elif not every:
+        raise NotSupported(
+            f"{WHERE}: `attention_mask` is None, and the cache has padding. Pass the mask of the "
+            "cached tokens and the new ones."
+        )
+    return found
+
+
 def check_positions(found: Texts, position_ids: Tensor | None, cached: int) -> Texts:
     """`found`, if `position_ids` [B or 1, S] count the tokens of each text, or the columns."""
     if position_ids is None:

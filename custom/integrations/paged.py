@@ -72,7 +72,44 @@ def more_room(pool: Any, pages: int) -> Any:
     return torch.cat([pool, pool.new_zeros(pages, *pool.shape[1:])])
 
 
-class PagedCaches:
+class LayersOfPages:
+    """Tuples of pools [pages, ..] a layer, whose pages share a block table, and room for more.
+
+    A field named in `whole` has no pages.
+    """
+
+    whole: tuple[str, ...] = ()
+    layers: list[Any]
+
+    def __init__(
+        self, requests: int, page_size: int, device: torch.device | str, seed: int = 0
+    ) -> None:
+        self.page_size = page_size
+        self._random = torch.Generator().manual_seed(seed)
+        self.block_table = torch.empty(requests, 0, dtype=torch.int32, device=device)
+
+    @property
+    def capacity(self) -> int:
+        """Positions that a request can have."""
+        return self.block_table.shape[1] * self.page_size
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` positions a request; what is cached stays where it is."""
+        columns = -(-capacity // self.page_size)
+        self.block_table, pages = more_pages(self.block_table, columns, self._random)
+        self.layers = [
+            layer._replace(
+                **{
+                    name: more_room(pool, pages)
+                    for name, pool in layer._asdict().items()
+                    if name not in self.whole
+                }
+            )
+            for layer in self.layers
+        ]
+
+
+class PagedCaches(LayersOfPages):
     """Pages of `page_size` positions for `requests` requests of up to `capacity` positions each.
 
     The pages of a request lie anywhere in the pools, as they do in a server that has been running
@@ -116,10 +153,8 @@ class PagedCaches:
             if kind not in ("none", *quantised.VALUES):
                 known = ", ".join(("none", *quantised.VALUES))
                 raise ValueError(f"PagedCaches: `{name}` is {kind!r}, expected one of {known}.")
-        self.page_size = page_size
+        super().__init__(requests, page_size, device, seed)
         self.kinds = dict(kv_kind=kv_kind, index_kind=index_kind)
-        self._random = torch.Generator().manual_seed(seed)
-        self.block_table = torch.empty(requests, 0, dtype=torch.int32, device=device)
         each = widths if isinstance(widths, list) else [widths] * layers
         if len(each) != layers:
             raise ValueError(
@@ -142,19 +177,6 @@ class PagedCaches:
                 keys, scale = pool(torch.int8, 1, index), pool(torch.float16, 1)
             self.layers.append(LayerCaches(kv, kr, keys, scale))
         self.reserve(capacity)
-
-    @property
-    def capacity(self) -> int:
-        """Positions that a request can have."""
-        return self.block_table.shape[1] * self.page_size
-
-    def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` positions a request; what is cached stays where it is."""
-        columns = -(-capacity // self.page_size)
-        self.block_table, pages = more_pages(self.block_table, columns, self._random)
-        self.layers = [
-            LayerCaches(*(more_room(pool, pages) for pool in layer)) for layer in self.layers
-        ]
 
     def slots(self, positions: Tensor, block_table: Tensor | None = None) -> Tensor:
         """Flat slot of every position [B, S], or -1 (not written) where there is none.

@@ -50,7 +50,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
-from . import deepseek_v4_model, glm5_next  # noqa: E402
+from . import block_sparse, deepseek_v4_model, glm5_next  # noqa: E402
 from .attention import register  # noqa: E402
 from .cached import PagedLayer, refuse_what_differs, takes_cache  # noqa: E402
 from .deepseek_v4 import (  # noqa: E402
@@ -622,6 +622,10 @@ def use(
         (
             modeling_glm5_next.Glm5NextTextAttention,
             glm5_next.attention_forward(weight_format, page_size, drafts),
+        ),
+        *(
+            (each.attention, block_sparse.attention_forward(each, page_size, drafts))
+            for each in (block_sparse.M3, block_sparse.QWEN4)
         ),
         *_LINEAR,
     ]

@@ -187,6 +187,64 @@ def glm5_next(**changes):
     )
 
 
+def _wide(model):
+    """Its attention is far from even: what is chosen counts."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
+    return model
+
+
+def minimax_m3(**changes):
+    """A layer that sees everything, and two that choose blocks, each head of keys its own."""
+    settings = dict(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=32,
+        dense_intermediate_size=96,
+        shared_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=24,
+        rotary_dim=8,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1 / 3),
+        layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        mlp_layer_types=["dense", "sparse", "dense"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_block_size=4,
+        index_topk_blocks=3,
+        **NO_TOKENS,
+    )
+    return _wide(made("MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextConfig", **settings | changes))
+
+
+def qwen4_exp(**changes):
+    """Two linear layers, one of which adds n-grams, and two that choose pools of tokens."""
+    kinds = ["linear_attention", "full_attention"] * 2
+    settings = LINEAR | EXPERTS | dict(
+        head_dim=24,
+        rope_parameters=dict(
+            rope_type="default",
+            rope_theta=1e4,
+            partial_rotary_factor=1 / 3,
+            mrope_section=[2, 1, 1],
+        ),
+        layer_types=kinds,
+        hc_count=2,
+        hc_lowrank=16,
+        indexer_n_heads=8,
+        indexer_kv_heads=1,
+        indexer_head_dim=32,
+        indexer_budget=12,
+        indexer_compress_ratio=4,
+    )
+    return _wide(made("Qwen4ExpForCausalLM", "Qwen4ExpTextConfig", **settings | changes))
+
+
 def bailing_hybrid():
     """Ling-3.0: three layers of KDA whose decay is bounded, and one of latent attention."""
     return made(
