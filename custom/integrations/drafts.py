@@ -45,6 +45,8 @@ class Verification:
             )
         for layer, states in zip(self.layers, self._states, strict=True):
             layer.recurrent_states[0].copy_(states[:, count - 1].mT)
+            # Transformers crops as many columns as a model's fullest layer has, those of n-grams
+            layer.number_of_states = sum(x is not None for x in layer.conv_states.values())
         self._cache.crop(count - tokens)
         self._states.clear()
         self._before += count

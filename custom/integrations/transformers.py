@@ -49,6 +49,7 @@ from transformers.models.olmo_hybrid import modeling_olmo_hybrid  # noqa: E402
 from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
+from transformers.models.qwen4_exp import modeling_qwen4_exp  # noqa: E402
 
 from . import block_sparse, deepseek_v4_model, glm5_next  # noqa: E402
 from .attention import register  # noqa: E402
@@ -232,7 +233,8 @@ class _Past:
     def __init__(self, module: Any, cache: Cache | None) -> None:
         self.index, self.cache = module.layer_idx, cache
         self.layer: Any = None if cache is None else cache.layers[self.index]
-        self.is_there = cache is not None and cache.has_previous_state(self.index)
+        # state 0; Qwen4-Exp's n-grams have others
+        self.is_there = cache is not None and cache.has_previous_state(self.index, 0)
 
     @property
     def columns(self) -> Tensor:
@@ -423,8 +425,8 @@ def _gated_delta_forward(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """`Qwen3NextGatedDeltaNet.forward`, Qwen3.5's and OLMo-Hybrid's: their projections, all between
-    them ours.
+    """`Qwen3NextGatedDeltaNet.forward`, those of Qwen3.5, Qwen4-Exp and OLMo-Hybrid: their
+    projections, all between them ours.
 
     A decode step is one call, and updates the cache's own tensors in place.
     """
@@ -434,6 +436,7 @@ def _gated_delta_forward(
     mixed, z, b, a = _projected(self, x)
     norm = self.o_norm if hasattr(self, "o_norm") else self.norm
     twice = getattr(self, "allow_neg_eigval", False)  # OLMo-Hybrid
+    activation = getattr(norm, "activation", "silu")
     if past.steps(x):
         out = npu_gated_delta_layer_decode(
             mixed,
@@ -449,6 +452,7 @@ def _gated_delta_forward(
             torch.arange(x.shape[0], device=x.device),
             conv_bias=self.conv1d.bias,
             epsilon=norm.variance_epsilon,
+            gate_activation=activation,
             allow_neg_eigval=twice,
         )
     else:
@@ -465,7 +469,8 @@ def _gated_delta_forward(
             2 * b.sigmoid() if twice else b.sigmoid(),
             output_final_state=cache is not None,
         )
-        out = npu_gated_rms_norm(out, z, norm.weight, norm.variance_epsilon)
+        epsilon = norm.variance_epsilon
+        out = npu_gated_rms_norm(out, z, norm.weight, epsilon, activation=activation)
     out = out.flatten(2)
     projected: Tensor = self.o_proj(out) if hasattr(self, "o_proj") else self.out_proj(out)
     return projected
@@ -541,6 +546,7 @@ _LINEAR: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
     (modeling_qwen3_5.Qwen3_5GatedDeltaNet, _gated_delta_forward),
     (modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet, _gated_delta_forward),
     (modeling_olmo_hybrid.OlmoHybridGatedDeltaNet, _gated_delta_forward),
+    (modeling_qwen4_exp.Qwen4ExpTextGatedDeltaNet, _gated_delta_forward),
     (modeling_kimi_linear.KimiLinearDeltaAttention, _kimi_delta_forward),
     (modeling_glm5_next.Glm5NextTextLinearAttention, _kimi_delta_forward),
     *((each, _kimi_delta_forward) for each in _LING),

@@ -39,6 +39,7 @@ from ..support.models import (  # noqa: E402
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
+    qwen4_exp,
     ragged,
 )
 
@@ -326,15 +327,16 @@ KIMI = dict(
 )
 # what a layer calls, in this order
 QWENS = dict.fromkeys((qwen3_next, qwen3_5, qwen3_5_moe, olmo_hybrid), QWEN)
-LINEAR = QWENS | {kimi_linear: KIMI, glm5_next: KIMI}
+LINEAR = QWENS | {kimi_linear: KIMI, glm5_next: KIMI, qwen4_exp: QWEN}
 if hasattr(transformers, "BailingHybridConfig"):  # since 5.24
     LINEAR[bailing_hybrid] = KIMI
-# what the one layer calls that is not linear
+# what a layer calls that is not linear, of one
 BESIDE = {
     glm5_next: [
         *("npu_mla_prolog_pto", "npu_compressor"),
         *("npu_lightning_indexer", "npu_sparse_flash_attention"),
-    ]
+    ],
+    qwen4_exp: ["npu_compressor", "npu_lightning_indexer", "npu_sparse_attention_score"],
 }
 every_linear_model = pytest.mark.parametrize("make", LINEAR, ids=lambda make: make.__name__)
 # the others' own code does not keep documents of a row apart
@@ -406,7 +408,7 @@ def test_every_part_of_a_linear_layer_is_ours(make):
             with verification(cache) as step:
                 model(ids[:, 10:], past_key_values=cache)
                 step.keep(1)
-            bounded = make not in (*QWENS, kimi_linear)
+            bounded = ops is KIMI and make is not kimi_linear
             assert layer.ours == ops["drafts"]
             assert layer.others == made - ({"softplus"} if bounded else set())
 

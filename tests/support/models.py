@@ -189,8 +189,8 @@ def glm5_next(**changes):
 
 def _wide(model):
     """Its attention is far from even: what is chosen counts."""
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
+    for name, parameter in model.named_parameters():
+        if "self_attn" in name and parameter.ndim > 1:
             torch.nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
     return model
 
@@ -223,24 +223,27 @@ def minimax_m3(**changes):
 
 
 def qwen4_exp(**changes):
-    """Two linear layers, one of which adds n-grams, and two that choose pools of tokens."""
-    kinds = ["linear_attention", "full_attention"] * 2
-    settings = LINEAR | EXPERTS | dict(
-        head_dim=24,
-        rope_parameters=dict(
-            rope_type="default",
-            rope_theta=1e4,
-            partial_rotary_factor=1 / 3,
-            mrope_section=[2, 1, 1],
-        ),
-        layer_types=kinds,
-        hc_count=2,
-        hc_lowrank=16,
-        indexer_n_heads=8,
-        indexer_kv_heads=1,
-        indexer_head_dim=32,
-        indexer_budget=12,
-        indexer_compress_ratio=4,
+    """Three linear layers, and one that chooses pools of tokens."""
+    settings = (
+        LINEAR
+        | EXPERTS
+        | dict(
+            head_dim=24,
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=1e4,
+                partial_rotary_factor=1 / 3,
+                mrope_section=[2, 1, 1],
+            ),
+            layer_types=["linear_attention"] * 3 + ["full_attention"],
+            hc_count=2,
+            hc_lowrank=16,
+            indexer_n_heads=8,
+            indexer_kv_heads=1,
+            indexer_head_dim=32,
+            indexer_budget=12,
+            indexer_compress_ratio=4,
+        )
     )
     return _wide(made("Qwen4ExpForCausalLM", "Qwen4ExpTextConfig", **settings | changes))
 
