@@ -42,7 +42,7 @@ class BlockLayerCaches(NamedTuple):
 
     key: Tensor  # [pages, P, 1, Nk D]
     value: Tensor  # [pages, P, 1, Nk D]
-    index: Tensor  # [pages, P, 1, Di]
+    index_key: Tensor  # [pages, P, 1, Di]
 
 
 class MeanLayerCaches(NamedTuple):
@@ -50,7 +50,7 @@ class MeanLayerCaches(NamedTuple):
 
     key: Tensor  # [pages, P, 1, Nk D]
     value: Tensor  # [pages, P, 1, Nk D]
-    index: Tensor  # [pages, P / m, 1, Di] of pools
+    index_key: Tensor  # [pages, P / m, 1, Di] of pools
     states: Tensor  # [requests, ring, Di]
     angles: Tensor | None  # [pages, P, 1, 2 Dr], cosines and sines of every token
 
@@ -172,7 +172,7 @@ def _m3_attended(
     def chosen() -> Tensor:
         blocks, _ = npu_block_indexer(
             index_query.flatten(0, 1),
-            s.pools.index,
+            s.pools.index_key,
             s.block_table,
             actual_seq_lengths=torch.full_like(lengths, x.shape[1]),
             actual_seq_lengths_key=lengths,
@@ -182,7 +182,7 @@ def _m3_attended(
         )
         return blocks
 
-    rows = dict(key=key, value=m.v_proj(x), index=index_key)
+    rows = dict(key=key, value=m.v_proj(x), index_key=index_key)
     out = _attended(s, query, rows, chosen, index.block_size, lengths, there)
     projected: Tensor = m.o_proj(out)
     return projected
@@ -234,7 +234,7 @@ def _pools_chosen(s: _State, x: Tensor, cos: Tensor, sin: Tensor, lengths: Tenso
         norm_eps=index.k_layernorm.eps,
         rotary_mode=1,
         cache_mode=2,
-        cmp_cache=pools.index,
+        cmp_cache=pools.index_key,
         cmp_block_table=s.block_table,
         return_cmp_kv=False,
         rope_slice="first",
@@ -242,7 +242,7 @@ def _pools_chosen(s: _State, x: Tensor, cos: Tensor, sin: Tensor, lengths: Tenso
     query = _heads(torch.nn.functional.linear(x, of_queries), index.q_layernorm)
     chosen, _ = npu_lightning_indexer(
         _rotated(query, cos=cos, sin=sin, unsqueeze_dim=2),
-        pools.index,
+        pools.index_key,
         x.new_ones(*x.shape[:2], index.index_n_heads),
         actual_seq_lengths_key=lengths,
         block_table=s.block_table,
@@ -334,7 +334,8 @@ def attention_forward(of: _Model, page_size: int, drafts: int) -> Callable[..., 
             )
             return [of.layer(caches, index) for index in range(len(numbers))]
 
-        return taken_over(cache, module.layer_idx, numbers, of.theirs, made)
+        layer: PagedLayer = taken_over(cache, module.layer_idx, numbers, of.theirs, made)
+        return layer
 
     @takes_cache
     def selected(

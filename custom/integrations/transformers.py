@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Hugging Face models on our ops: DeepSeek-V3.2's and GLM-5's attention, the linear attention of
-Qwen3-Next, Qwen3.5 and Kimi-Linear.
+"""Hugging Face models on our ops: the attention of DeepSeek, GLM-5, MiniMax-M3 and Qwen4-Exp that
+selects keys, and linear attention.
 
 with custom.integrations.transformers.use():
     model.generate(**inputs)
@@ -581,9 +581,10 @@ def use(
     drafts: int = 16,
     dequantise: bool | None = None,
 ) -> Iterator[None]:
-    """Run DeepSeek-V3.2's, DeepSeek-V4's, GLM-5's and GLM-5.3-Flash's attention, DeepSeek-V4's
-    hyper-connections, and the linear attention of Qwen3-Next, Qwen3.5, Kimi-Linear, GLM-5.3-Flash
-    and Ling-3.0, by our ops inside the context.
+    """Run, by our ops inside the context, the attention of DeepSeek-V3.2, DeepSeek-V4, GLM-5 and
+    GLM-5.3-Flash, that of MiniMax-M3 and Qwen4-Exp to chosen blocks, DeepSeek-V4's
+    hyper-connections, and the linear attention of Qwen3-Next, Qwen3.5, Qwen4-Exp, OLMo-Hybrid,
+    Kimi-Linear, GLM-5.3-Flash and Ling-3.0.
 
     Every such model of the process is concerned; on exit their own code is back. Padding may be on
     either side of a text or inside; linear attention with a cache wants it on the left, as the
@@ -600,7 +601,7 @@ def use(
             "nz": copies, for an NPU, and for Hopper, whose products of few tokens they make faster.
             None: "nz" on an NPU, else "linear".
         page_size: positions a page, a multiple of 16.
-        drafts: tokens that a cache of DeepSeek-V4 or GLM-5.3-Flash can take back.
+        drafts: tokens that a cache of DeepSeek-V4, GLM-5.3-Flash or Qwen4-Exp can take back.
         dequantise: DeepSeek-V4's projections of 8 bits. False: they stay as they are, and what
             they meet is quantised. True: what they stand for. None: True on an NPU, else False.
 

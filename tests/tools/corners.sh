@@ -9,7 +9,8 @@ quick="tests/contracts/test_contracts.py tests/ops/prolog/test_nz.py tests/ops/i
   tests/ops/attention/test_fused_attention.py tests/ops/indexer/test_indexer_loss.py tests/ops/sparse_attention/test_sparse_attention_pto.py
   tests/graphs/test_compile.py tests/contracts/test_layering.py"
 # Transformers of today, whose arguments have other names than 5.17's, with the newest corner
-models="tests/models/test_integrations.py tests/models/test_attention_interface.py tests/models/test_dsa_models.py"
+models="tests/models/test_integrations.py tests/models/test_attention_interface.py tests/models/test_dsa_models.py
+  tests/models/test_block_sparse_use.py"
 newest=transformers==5.24.0
 needed="pytest pytest-timeout pytest-xdist hypothesis numpy<2.4 tqdm setuptools>=77,<82"
 
