@@ -52,9 +52,11 @@ MODELS = {
         ["npu_block_indexer"],
     ),
     "qwen4_exp": (qwen4_exp, 1, SELECTING),
-    "pools of 3": (
+    "pools of 3, a sigmoid gate": (
         lambda: qwen4_exp(
-            indexer_compress_ratio=3, layer_types=["linear_attention", "full_attention"] * 2
+            indexer_compress_ratio=3,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            output_gate_type="sigmoid",
         ),
         2,
         SELECTING,

@@ -29,6 +29,7 @@ from ..support.models import (  # noqa: E402
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
+    qwen4_exp,
     ragged,
 )
 
@@ -324,7 +325,7 @@ def test_signature_is_the_one_that_is_replaced(name):
 
 
 @pytest.mark.parametrize(
-    "make", [qwen3_next, qwen3_5, qwen3_5_moe, olmo_hybrid], ids=lambda m: m.__name__
+    "make", [qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid], ids=lambda m: m.__name__
 )
 def test_models_generate_the_same_tokens(make):
     kernels = pytest.importorskip("kernels", minversion="0.16")
