@@ -25,7 +25,7 @@ from ..dispatch.errors import NotSupported
 from ..sparse_attention import npu_lightning_indexer
 from .cached import PagedLayer, RingLayer, refuse_what_differs, taken_over, takes_cache
 from .deepseek_v4 import page_of
-from .masks import WHERE, OncePerForward, Texts, check_positions, texts, unmasked
+from .masks import WHERE, OncePerForward, Texts, check_positions, texts, unmasked, without_gaps
 from .paged import LayersOfPages, check_page, slots_of, token_positions
 
 from transformers.cache_utils import Cache, DynamicIndexedLayer  # isort: skip  # as the others
@@ -298,12 +298,15 @@ def _read(
     cached: int,
     position_ids: Tensor | None,
     like: Tensor,
+    has_states: bool,
 ) -> Texts:
     before = None if valid is None else valid[:, :cached]
     if mask is None:
         found = unmasked(requests, tokens, before, like.device)
     else:
         found = texts(mask, requests, tokens, before)
+    if has_states and cached:
+        found = without_gaps(found)
     return check_positions(found, position_ids, cached)
 
 
@@ -367,6 +370,7 @@ def attention_forward(of: _Model, page_size: int, drafts: int) -> Callable[..., 
             cached,
             position_ids,
             position_embeddings[0],
+            of.layer is _MeanLayer,
         )
         x, cos, sin = (found.gathered(each) for each in (hidden_states, cos, sin))
         if layer is None:

@@ -198,6 +198,24 @@ def unmasked(requests: int, tokens: int, before: Tensor | None, device: torch.de
     return found
 
 
+def without_gaps(found: Texts) -> Texts:
+    """`found`, if its padding comes before the first token of a text, and not behind a cached one.
+
+    Waits for the device, but in a graph.
+    """
+    new = found.there.shape[1]
+    position = found.lengths[:, None] - new + torch.arange(new, device=found.there.device)
+    right = (found.there | (position < 0)).all()
+    if not _may_wait(found.there):
+        found.unread = right if found.unread is None else found.unread & right
+    elif not right:
+        raise NotSupported(
+            f"{WHERE} keeps states of this model's last tokens, and `attention_mask` has padding "
+            "behind cached tokens. Give all requests as many new tokens."
+        )
+    return found
+
+
 def check_positions(found: Texts, position_ids: Tensor | None, cached: int) -> Texts:
     """`found`, if `position_ids` [B or 1, S] count the tokens of each text, or the columns."""
     if position_ids is None:

@@ -46,8 +46,9 @@ def with_n_grams(**changes):
 MODELS = {
     "minimax_m3": (minimax_m3, 2, ["npu_block_indexer"]),
     "one choice for all heads": (lambda: minimax_m3(index_n_heads=1), 2, ["npu_block_indexer"]),
-    "two local blocks of 20": (
-        lambda: minimax_m3(index_block_size=20, index_local_blocks=2),
+    "two local blocks": (lambda: minimax_m3(index_local_blocks=2), 2, ["npu_block_indexer"]),
+    "blocks above the page": (
+        lambda: minimax_m3(index_block_size=17, index_topk_blocks=2),
         2,
         ["npu_block_indexer"],
     ),
@@ -122,9 +123,10 @@ def test_a_prompt_in_parts(name, parts):
 @pytest.mark.parametrize("keep", [1, 2, 4, 5])
 @models
 def test_drafts_that_were_refused_leave_nothing(name, keep):
+    """One of five is kept at least, and three tokens of an open pool are behind it."""
     model, ids = MODELS[name][0](), torch.randint(1, 128, (2, 32))
     expected = model(ids, use_cache=False).logits
-    with use(drafts=5):
+    with use(drafts=4):
         cache = model(ids[:, :18], use_cache=True).past_key_values
         with verification(cache) as step:
             fed = torch.cat([ids[:, 18 : 18 + keep], ids[:, : 5 - keep]], 1)
@@ -212,6 +214,28 @@ def test_documents_by_a_mask():
         torch.testing.assert_close(got, torch.cat(expected, 1), **CLOSE)
         with pytest.raises(custom.NotSupported, match=r"documents .* Pass use_cache=False"):
             model(ids, attention_mask=mask, use_cache=True)
+
+
+@torch.inference_mode()
+def test_padding_behind_cached_tokens():
+    """Of MiniMax-M3 a request may get fewer new tokens; Qwen4-Exp's states would be of padding."""
+    model, ids = minimax_m3(), torch.randint(1, 128, (2, 24))
+    mask = torch.ones_like(ids)
+    mask[0, 13:17] = 0
+    there, positions = mask.bool(), (mask.cumsum(-1) - 1).clamp(min=0)
+    expected = model(ids[:1, there[0]], use_cache=False).logits[0]
+
+    def parts(model):
+        cache, got = transformers.DynamicCache(config=model.config), []
+        for at in (slice(0, 13), slice(13, 20), slice(20, 24)):
+            given = dict(attention_mask=mask[:, : at.stop], position_ids=positions[:, at])
+            got.append(model(ids[:, at], past_key_values=cache, **given).logits)
+        return torch.cat(got, 1)
+
+    with use():
+        torch.testing.assert_close(parts(model)[0, there[0]], expected, **CLOSE)
+        with pytest.raises(custom.NotSupported, match="has padding behind cached tokens"):
+            parts(qwen4_exp())
 
 
 @torch.inference_mode()
