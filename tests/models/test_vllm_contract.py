@@ -12,6 +12,7 @@ import ast
 import importlib
 import sys
 from configparser import ConfigParser
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -279,6 +280,7 @@ def test_a_fresh_slot_of_states_may_hold_anything(gdn):
         activation="silu",
         taps=lambda: taps,
     )
+    layer.gates = partial(gdn.GatedDelta.gates, layer)
     tokens = torch.randn(20, taps.shape[1]), *torch.randn(2, 20, value_heads)
     batch = SimpleNamespace(
         num_prefills=2,
@@ -303,12 +305,17 @@ def test_a_recorded_decode_step_takes_what_its_buffers_hold_then(gdn, monkeypatc
     heads, value_heads, size, width, rows, requests = 2, 4, 16, 4, 4, 3
     keys, values = heads * size, value_heads * size
     taps = torch.randn(width, 2 * keys + values)
-    batch = SimpleNamespace(num_decode_tokens=rows, num_prefills=0)
+    batch = SimpleNamespace(
+        spec_sequence_masks=None,
+        num_decode_tokens=rows,
+        num_prefills=0,
+    )
     layer = SimpleNamespace(
         prefix="layer",
         value_dim=values,
         tp_size=1,
         head_v_dim=size,
+        conv_kernel_size=width,
         taps=lambda: taps,
         split_ba=lambda ba: ba.chunk(2, -1),
         A_log=torch.randn(value_heads),
@@ -347,13 +354,14 @@ def test_a_recorded_decode_step_takes_what_its_buffers_hold_then(gdn, monkeypatc
 
 @pytest.mark.parametrize("tokens", [(3, 0), (0, 17), (2, 9)])
 def test_a_rank_has_its_heads_channels_and_states(tokens, gdn, monkeypatch):
-    """Two ranks beside one, on decodes, prefills and both: value heads and the key heads they use."""
+    """Two ranks beside one, on decodes, prefills and both: value heads and their key heads."""
     torch.manual_seed(0)
     heads, value_heads, size, width = 2, 4, 16, 4
     parts = dict(q=heads, k=heads, v=value_heads, z=value_heads)
     decodes, new = tokens
     requests = decodes + 2 * (new > 0)
     batch = SimpleNamespace(
+        spec_sequence_masks=None,
         num_decode_tokens=decodes,
         num_prefills=requests - decodes,
         num_prefill_tokens=new,
@@ -388,6 +396,7 @@ def test_a_rank_has_its_heads_channels_and_states(tokens, gdn, monkeypatch):
             tp_size=ranks,
             head_k_dim=size,
             head_v_dim=size,
+            conv_kernel_size=width,
             activation="silu",
             taps=lambda: side_by_side(taps),
             split_ba=lambda ba: ba.chunk(2, -1),
@@ -396,7 +405,8 @@ def test_a_rank_has_its_heads_channels_and_states(tokens, gdn, monkeypatch):
             norm=SimpleNamespace(weight=weight, eps=1e-6, activation="silu"),
             kv_cache=(side_by_side(columns), cut(states, 1)),
         )
-        layer.prefill = lambda *args: gdn.GatedDelta.prefill(layer, *args)
+        for name in ("prefill", "gates", "gated"):
+            setattr(layer, name, partial(getattr(gdn.GatedDelta, name), layer))
         out = torch.zeros(rows, value_heads // ranks, size)
         gdn.GatedDelta._forward_core_fused_norm_packed(
             layer, side_by_side(mixed), torch.cat([cut(b, 1), cut(a, 1)], -1), out

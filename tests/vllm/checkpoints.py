@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 
 BASE: dict[str, Any] = dict(
     vocab_size=320,
@@ -82,6 +83,7 @@ EXPERTS: dict[str, Any] = dict(
     moe_intermediate_size=64,
     shared_expert_intermediate_size=64,
 )
+EMBEDDED = 4.0
 # checkpoint -> Transformers' model and configuration, its sizes
 CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {**MLA, **INDEX}),
@@ -101,6 +103,11 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3NextForCausalLM",
         "Qwen3NextConfig",
         {**DELTA, **EXPERTS, "mlp_only_layers": [0, 1, 2]},
+    ),
+    "qwen3_next_drafts": (
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {**DELTA, **EXPERTS, "mlp_only_layers": [1, 2], "num_nextn_predict_layers": 1},
     ),
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA),
 }
@@ -123,10 +130,9 @@ def save_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def add_drafts(file: Path) -> None:
-    """To DeepSeek's one layer the same once more, for drafts: it takes the next token alone, so
-    that it says what the model will, but for the first two tokens, which it does not see."""
-    weights = load_file(file)
+def drafts_of_deepseek(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The one layer once more, of the next token alone: it says what the model will, but for the
+    first two tokens, which it does not see."""
     layer = {name: each for name, each in weights.items() if name.startswith("model.layers.0.")}
     size = weights["model.norm.weight"].shape[0]
     layer |= {
@@ -137,8 +143,31 @@ def add_drafts(file: Path) -> None:
         "model.layers.0.shared_head.head.weight": weights["lm_head.weight"],
         "model.layers.0.embed_tokens.weight": weights["model.embed_tokens.weight"],
     }
-    more = {name.replace("layers.0", "layers.1"): each.clone() for name, each in layer.items()}
-    save_file(weights | more, file, {"format": "pt"})
+    return {name.replace("layers.0", "layers.1"): each for name, each in layer.items()}
+
+
+def drafts_of_qwen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The last layer once more, of the next token alone, as far as that decides."""
+    last = "model.layers.3."
+    layer = {
+        name.replace(last, "mtp.layers.0."): each
+        for name, each in weights.items()
+        if name.startswith(last)
+    }
+    size = weights["model.norm.weight"].shape[0]
+    return layer | {
+        "mtp.fc.weight": EMBEDDED * torch.eye(size, 2 * size),
+        "mtp.norm.weight": weights["model.norm.weight"],
+        "mtp.pre_fc_norm_embedding.weight": torch.zeros(size),  # of which 1 is the factor
+        "mtp.pre_fc_norm_hidden.weight": torch.zeros(size),
+    }
+
+
+def add_drafts(file: Path) -> None:
+    weights = load_file(file)
+    deepseek = "model.layers.0.self_attn.kv_b_proj.weight" in weights
+    more = (drafts_of_deepseek if deepseek else drafts_of_qwen)(weights)
+    save_file(weights | {name: each.clone() for name, each in more.items()}, file, {"format": "pt"})
 
 
 def make(folder: Path, name: str) -> Any:
@@ -153,7 +182,9 @@ def make(folder: Path, name: str) -> Any:
     drafts = sizes.get("num_nextn_predict_layers", 0) > 0
     if drafts:
         embedded = model.model.embed_tokens.weight.data
-        embedded /= embedded.square().mean(-1, keepdim=True).sqrt()  # as the drafts' norm leaves it
+        # as the drafts' norm leaves it; of Qwen more, so that the other layers decide less
+        embedded /= embedded.square().mean(-1, keepdim=True).sqrt()
+        embedded *= EMBEDDED if name.startswith("qwen") else 1
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder / name)
     if drafts:

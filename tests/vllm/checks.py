@@ -55,6 +55,11 @@ KEPT: dict[str, dict[str, Any]] = {
 DRAFTS: dict[str, Any] = dict(
     speculative_config=dict(method="mtp", num_speculative_tokens=2),
 )
+# checkpoint with a layer for drafts -> ops that must have run; for the delta rule without prefixes
+DRAFTED = {
+    "deepseek_v32_drafts": SPARSE,
+    "qwen3_next_drafts": {"npu_causal_conv1d_update", "npu_recurrent_gated_delta_rule"},
+}
 RELOADED = ("deepseek_v32", "qwen3_next")
 # checkpoint -> what vLLM calls the caches of 8 bits that it is asked for
 FP8 = {"deepseek_v32_one": "fp8", "glm_5_one": "fp8_ds_mla"}
@@ -88,7 +93,7 @@ def run(module: str, *arguments: object, **variables: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints NAME, and Hugging Face's tokens in NAME.json."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    run("reference", folder, COUNT, *MODELS, *FP8, "deepseek_v32_drafts", "deepseek_v3")
+    run("reference", folder, COUNT, *MODELS, *FP8, *DRAFTED, "deepseek_v3")
     return folder
 
 
@@ -128,14 +133,17 @@ def answers(serve):
     jobs += [("qwen3_next", [COUNT] * 5, dict(max_num_batched_tokens=64, max_num_seqs=4))]
     jobs += [(name, [COUNT] * 5, dict(kv_cache_dtype=kind)) for name, kind in FP8.items()]
     jobs += [(name, UNEVEN, dict(kv_cache_dtype="fp8", max_num_seqs=2)) for name in FP8]
-    jobs += [("deepseek_v32_drafts", [COUNT] * 5, DRAFTS)]
+    together = dict(DRAFTS, enable_prefix_caching=False)
+    jobs += [(name, [COUNT] * 5, together) for name in DRAFTED]
+    parts = dict(together, max_num_seqs=2, max_num_batched_tokens=64)
+    jobs += [("qwen3_next_drafts", UNEVEN, parts)]
     for name, options in KEPT.items():
         more = DRAFTS if name.endswith("_drafts") else {}
         asked = dict(options, enable_prefix_caching=True, resumed=True, **more)
         jobs.append((name, [COUNT] * 5, asked))
     jobs += [(name, [COUNT] * 5, dict(reloaded=True)) for name in RELOADED]
     names = [*MODELS, *(f"{name} mixed" for name in MIXED), "deepseek_v3", "parts"]
-    names += [*FP8, *(f"{name} mixed" for name in FP8), "drafts"]
+    names += [*FP8, *(f"{name} mixed" for name in FP8), *DRAFTED, "qwen3_next_drafts mixed"]
     names += [*(f"{name} kept" for name in KEPT), *(f"{name} reloaded" for name in RELOADED)]
     return dict(zip(names, serve(*jobs), strict=True))
 
@@ -188,12 +196,21 @@ def test_prefills_and_decodes_in_one_batch(name, answers, expected):
     assert answer["tokens"] == [all[:n] for all, n in zip(expected[name], UNEVEN, strict=True)]
 
 
-def test_drafts_are_taken_and_refused(answers, expected):
-    """The draft layer says nearly what the model will: of two drafts none, one or both are right."""
-    answer = answers["drafts"]
-    assert answer["tokens"] == expected["deepseek_v32_drafts"]
+@pytest.mark.parametrize("name", DRAFTED)
+def test_drafts_are_taken_and_refused(name, answers, expected):
+    """The draft layer says nearly what the model will: none, one or both of two are right."""
+    answer = answers[name]
+    assert answer["tokens"] == expected[name]
+    assert DRAFTED[name] <= set(answer["ops"])
     none, one, both = answer["drafts"]
-    assert none > 0 and one > 0 and both > none + one
+    assert none > 0 and one > 0 and both > one
+
+
+def test_drafts_beside_prefills(answers, expected):
+    """Of the delta rule, whose batch is in two parts then; prompts come in parts."""
+    answer, name = answers["qwen3_next_drafts mixed"], "qwen3_next_drafts"
+    assert answer["tokens"] == [all[:n] for all, n in zip(expected[name], UNEVEN, strict=True)]
+    assert min(answer["drafts"]) > 0
 
 
 def test_drafts_of_two_ranks(ranks, expected):

@@ -4,11 +4,13 @@
 
     python -m tests.vllm.serve JOBS ANSWERS
 
-JOBS and ANSWERS are files: a list of [checkpoint, tokens of each prompt, options of `vllm.LLM`]
-(with `resumed`: the last half of the tokens is asked for in a request of its own, of the prompt and
-the first half; with `reloaded`: after the weights were lost and read again), and for each of them the tokens, how many of all prompts vLLM had kept, the number of steps with a prefill beside a decode (of an engine in
-this process), our ops that ran, the weights that our layers have copied, and the heads of a layer
-on each rank.
+JOBS and ANSWERS are files: a list of [checkpoint, tokens of each prompt, options of `vllm.LLM`],
+and for each of them the tokens, how many of all prompts vLLM had kept, the number of steps with a
+prefill beside a decode and how often so many drafts were taken (of an engine in this process), our
+ops that ran, the weights that our layers have copied, and the heads of a layer on each rank.
+
+Two options are ours: `resumed`, the last half of the tokens is asked for in a request of its own,
+of the prompt and the first half; `reloaded`, after the weights were lost and read again.
 """
 
 from __future__ import annotations
@@ -72,7 +74,6 @@ def seen(model: Any) -> dict[str, set[Any]]:
     """Of a rank: the ops that ran, the op's matrices that are none of the model's parameters, and
     the heads of our layers."""
     import torch
-
     from custom.dispatch import log
 
     theirs = {each.untyped_storage().data_ptr() for each in model.parameters()}

@@ -147,12 +147,20 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         "vllm.v1.attention.backends.gdn_attn": {
             "GDNAttentionMetadata": (
                 "non_spec_state_indices_tensor",
+                "non_spec_token_indx",
+                "num_accepted_tokens",
                 "num_decode_tokens",
                 "num_prefill_tokens",
                 "num_prefills",
+                "num_spec_decodes",
                 "prefill_has_initial_state",
                 "prefill_query_start_loc",
                 "prefill_state_indices",
+                "spec_query_start_loc",
+                "spec_sequence_masks",
+                "spec_state_indices_tensor",
+                "spec_token_indx",
+                "uniform_spec_sequence_length",
             )
         },
         "vllm.v1.attention.backends.utils": {"NULL_BLOCK_ID": EVERY},

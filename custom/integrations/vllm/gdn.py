@@ -24,8 +24,12 @@ from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
-from ...convolution import npu_causal_conv1d
-from ...delta_rule import npu_chunk_gated_delta_rule, npu_gated_delta_layer_decode
+from ...convolution import npu_causal_conv1d, npu_causal_conv1d_update
+from ...delta_rule import (
+    npu_chunk_gated_delta_rule,
+    npu_gated_delta_layer_decode,
+    npu_recurrent_gated_delta_rule,
+)
 from ...gated_norm import npu_gated_rms_norm
 from ..kernels import normalised
 from .modes import check_modes
@@ -37,7 +41,8 @@ class GatedDelta(QwenGatedDeltaNetAttention):
             "the gated delta rule",
             vllm_config,
             states_of_all_blocks=vllm_config.cache_config.mamba_cache_mode == "all",
-            drafts=vllm_config.speculative_config is not None,
+            drafts_beside_kept_prefixes=vllm_config.speculative_config is not None
+            and vllm_config.cache_config.mamba_cache_mode != "none",
         )
         super().__init__(config, vllm_config, *args, **kwargs)
 
@@ -73,13 +78,17 @@ class GatedDelta(QwenGatedDeltaNetAttention):
         qkv, z = mixed_qkvz.split([mixed_qkvz.shape[-1] - values, values], -1)
         z = z.unflatten(-1, (-1, self.head_v_dim))
         b, a = self.split_ba(ba)
-        columns, states = self.kv_cache  # [slots, W - 1, C], or C first, and [slots, Nv, Dv, Dk]
+        columns, states = self.kv_cache  # [slots, L, C], or C first, and [slots, Nv, Dv, Dk]
         if is_conv_state_dim_first():
             columns = columns.mT
-        slots = batch.non_spec_state_indices_tensor
-        assert slots is not None  # without speculative decoding
+        if batch.spec_sequence_masks is not None:
+            self.verify(batch, columns, states, qkv, z, a, b, core_attn_out)
+        # what came before stands in the first ones; where drafts are checked, they follow
+        columns = columns[:, : self.conv_kernel_size - 1]
         t = batch.num_decode_tokens
         if t:
+            slots = batch.non_spec_state_indices_tensor
+            assert slots is not None
             core_attn_out[:t] = npu_gated_delta_layer_decode(
                 qkv[:t, None],
                 z[:t, None],
@@ -97,11 +106,77 @@ class GatedDelta(QwenGatedDeltaNetAttention):
                 gate_activation=self.norm.activation,
             )[:, 0]
         if batch.num_prefills:
-            tokens = slice(t, t + batch.num_prefill_tokens)
+            tokens: Any = slice(t, t + batch.num_prefill_tokens)
+            if batch.spec_sequence_masks is not None:
+                tokens = batch.non_spec_token_indx
             out = self.prefill(batch, columns, states, qkv[tokens], a[tokens], b[tokens])
-            core_attn_out[tokens] = npu_gated_rms_norm(
-                out, z[tokens], self.norm.weight, self.norm.eps, activation=self.norm.activation
-            )
+            core_attn_out[tokens] = self.gated(out, z[tokens])
+
+    def gated(self, out: Tensor, z: Tensor) -> Tensor:
+        norm = self.norm
+        return npu_gated_rms_norm(out, z, norm.weight, norm.eps, activation=norm.activation)
+
+    def verify(
+        self,
+        batch: GDNAttentionMetadata,
+        columns: Tensor,
+        states: Tensor,
+        qkv: Tensor,
+        z: Tensor,
+        a: Tensor,
+        b: Tensor,
+        core_attn_out: Tensor,
+    ) -> None:
+        """Requests whose last tokens are drafts: the state after each token has a slot of its own,
+        and the next step goes on from that of the last one taken."""
+        n = batch.num_spec_decodes
+        every: Any = batch.spec_token_indx
+        starts: Any = batch.spec_query_start_loc
+        slots: Any = batch.spec_state_indices_tensor  # [n, drafts + 1]
+        taken: Any = batch.num_accepted_tokens
+        starts, taken = starts[: n + 1], taken[:n]
+        slots = slots[:n].where(slots[:n] != NULL_BLOCK_ID, -1)  # padding has no state
+        qkv, a, b, z = (each[every] for each in (qkv, a, b, z))
+        mixed = npu_causal_conv1d_update(
+            qkv,
+            columns,
+            self.taps(),
+            activation=self.activation,
+            conv_state_indices=slots[:, 0].contiguous(),
+            query_start_loc=starts,
+            num_accepted_tokens=taken,
+        )
+        if batch.uniform_spec_sequence_length != slots.shape[1]:
+            # fewer tokens than slots: the last one taken may have none among them
+            kept = slots.long().clamp(min=0)  # vLLM's slot of nobody is 0
+            states[kept[:, 0]] = states[kept.gather(1, taken.long()[:, None] - 1)[:, 0]]
+            taken = None
+        token = torch.arange(len(qkv), device=qkv.device)
+        request = torch.bucketize(token, starts[1:], right=True).clamp(max=n - 1)
+        q, k, v, g, beta = self.gates(mixed, a, b)
+        out = npu_recurrent_gated_delta_rule(
+            q,
+            k,
+            v,
+            states,
+            beta=beta,
+            g=g,
+            actual_seq_lengths=starts.diff(),
+            ssm_state_indices=slots[request, token - starts[request]],
+            num_accepted_tokens=taken,
+        )
+        core_attn_out[every] = self.gated(out, z)
+
+    def gates(
+        self, mixed: Tensor, a: Tensor, b: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Queries and keys [T, N, Dk] of length 1, values [T, Nv, Dv], decay and rate [T, Nv]."""
+        keys, values = self.key_dim // self.tp_size, self.value_dim // self.tp_size
+        q, k, v = mixed.split([keys, keys, values], -1)
+        q, k = (normalised(each.unflatten(-1, (-1, self.head_k_dim))) for each in (q, k))
+        g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+        v = v.unflatten(-1, (-1, self.head_v_dim)).contiguous()
+        return q.contiguous(), k.contiguous(), v, g, b.sigmoid()
 
     def prefill(
         self,
@@ -127,15 +202,13 @@ class GatedDelta(QwenGatedDeltaNetAttention):
             query_start_loc=starts,
             activation=self.activation,
         )
-        keys, values = self.key_dim // self.tp_size, self.value_dim // self.tp_size
-        q, k, v = mixed.split([keys, keys, values], -1)
-        q, k = (normalised(each.unflatten(-1, (-1, self.head_k_dim))) for each in (q, k))
+        q, k, v, g, beta = self.gates(mixed, a, b)
         out, final = npu_chunk_gated_delta_rule(
-            q.contiguous(),
-            k.contiguous(),
-            v.unflatten(-1, (-1, self.head_v_dim)).contiguous(),
-            beta=b.sigmoid(),
-            g=-self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float()),
+            q,
+            k,
+            v,
+            beta=beta,
+            g=g,
             initial_state=states[slots].masked_fill(fresh[..., None], 0),
             actual_seq_lengths=starts.diff(),
         )
