@@ -423,6 +423,123 @@ def test_a_rank_has_its_heads_channels_and_states(tokens, gdn, monkeypatch):
     assert not torch.equal(kept, states)
 
 
+def build_delta(gdn: Any, kept: str, drafts: bool) -> None:
+    """With what vLLM's layer has that its stub leaves open."""
+    config = configuration(speculative_config=SimpleNamespace(method="mtp") if drafts else None)
+    config.cache_config = SimpleNamespace(mamba_cache_mode=kept)
+    names = ("get_attn_backend", "get_kv_cache_spec")
+    type("Layer", (gdn.GatedDelta,), dict.fromkeys(names))(None, config)
+
+
+@pytest.mark.parametrize(
+    ("kept", "drafts", "mode"),
+    [
+        ("all", False, "states of all blocks"),
+        ("align", True, "drafts beside kept prefixes"),
+    ],
+)
+def test_the_delta_rule_is_refused_where_it_was_not_tried(kept, drafts, mode, gdn):
+    with pytest.raises(NotSupported, match=f"the gated delta rule without {mode}, and"):
+        build_delta(gdn, kept, drafts)
+
+
+@pytest.mark.parametrize(("kept", "drafts"), [("align", False), ("none", True)])
+def test_the_delta_rule_is_served(kept, drafts, gdn):
+    build_delta(gdn, kept, drafts)
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+def test_the_next_step_goes_on_from_the_last_draft_taken(uniform, gdn, monkeypatch):
+    """Two steps of drafts, some refused, beside a prefill: as the tokens that remain, one by one.
+
+    `uniform`: all bring as many tokens as they have slots; else one brings fewer than were taken.
+    """
+    torch.manual_seed(0)
+    heads, value_heads, size, width, drafts = 2, 4, 16, 4, 2
+    channels = (2 * heads + value_heads) * size
+    taps = torch.randn(width, channels)
+    layer = SimpleNamespace(
+        prefix="layer",
+        key_dim=heads * size,
+        value_dim=value_heads * size,
+        tp_size=1,
+        head_k_dim=size,
+        head_v_dim=size,
+        conv_kernel_size=width,
+        activation="silu",
+        taps=lambda: taps,
+        split_ba=lambda ba: ba.chunk(2, -1),
+        A_log=torch.randn(value_heads),
+        dt_bias=torch.randn(value_heads),
+        norm=SimpleNamespace(weight=torch.randn(size), eps=1e-6, activation="silu"),
+        kv_cache=(
+            torch.randn(9, width - 1 + drafts, channels),
+            torch.randn(9, value_heads, size, size),
+        ),
+    )
+    for name in ("prefill", "gates", "gated", "verify"):
+        setattr(layer, name, partial(getattr(gdn.GatedDelta, name), layer))
+    batch = SimpleNamespace()
+    context = SimpleNamespace(attn_metadata={"layer": batch})
+    monkeypatch.setattr(gdn, "get_forward_context", lambda: context)
+    monkeypatch.setattr(gdn, "is_conv_state_dim_first", lambda: False)
+    monkeypatch.setattr(gdn, "NULL_BLOCK_ID", 0)
+    first = tuple(each.clone() for each in layer.kv_cache)
+    slots = torch.tensor([[4, 2, 5], [7, 1, 3]], dtype=torch.int32)
+    taken = []  # the tokens of each request that remain, with what came out for them
+    kept = [1, 1]
+
+    def step(lengths: list[int], prefill: int, accepted: list[int]) -> None:
+        """`accepted`: how many of these tokens, drafts behind the first, will remain."""
+        tokens = sum(lengths) + prefill
+        qkvz = torch.randn(tokens, channels + value_heads * size)
+        ba = torch.randn(tokens, 2 * value_heads)
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        same = len({*lengths}) == 1
+        vars(batch).update(
+            spec_sequence_masks=torch.ones(2, dtype=torch.bool),
+            num_spec_decodes=2,
+            spec_token_indx=torch.arange(prefill, tokens),
+            non_spec_token_indx=torch.arange(prefill),
+            spec_query_start_loc=starts,
+            spec_state_indices_tensor=slots,
+            num_accepted_tokens=torch.tensor(kept, dtype=torch.int32),
+            uniform_spec_sequence_length=lengths[0] if same else None,
+            num_decode_tokens=0,
+            num_prefills=int(prefill > 0),
+            num_prefill_tokens=prefill,
+            prefill_state_indices=torch.tensor([8]),
+            prefill_query_start_loc=torch.tensor([0, prefill]),
+            prefill_has_initial_state=torch.tensor([False]),
+        )
+        out = torch.full((tokens, value_heads, size), torch.nan)
+        gdn.GatedDelta._forward_core_fused_norm_packed(layer, qkvz, ba, out)
+        assert not out.isnan().any()
+        for request, start in enumerate(starts[:-1].tolist()):
+            here = slice(prefill + start, prefill + start + accepted[request])
+            taken.append((request, qkvz[here], ba[here], out[here]))
+        kept[:] = accepted
+
+    step([3, 3], 0, [3, 1])
+    step([3, 3] if uniform else [1, 3], 5, [2, 3] if uniform else [1, 3])
+    step([3, 3], 0, [3, 3])
+    columns, states = first
+    # one by one, by the step without drafts, whose past are the first columns
+    layer.kv_cache = (columns[:, : width - 1].clone(), states.clone())
+    for request, qkvz, ba, wanted in taken:
+        for token in range(len(qkvz)):
+            vars(batch).update(
+                spec_sequence_masks=None,
+                num_decode_tokens=1,
+                num_prefills=0,
+                non_spec_state_indices_tensor=slots[request, :1],
+            )
+            out = torch.zeros(1, value_heads, size)
+            row = slice(token, token + 1)
+            gdn.GatedDelta._forward_core_fused_norm_packed(layer, qkvz[row], ba[row], out)
+            torch.testing.assert_close(out[0], wanted[token], rtol=1e-4, atol=1e-4)
+
+
 class Linear(torch.nn.Module):
     """As vLLM's: the product, and a bias of nobody."""
 
@@ -617,6 +734,40 @@ def test_reloaded_weights_lie_where_they_were(mla):
     layer.process_weights_after_loading(torch.float32)
     after = {n: each.data_ptr() for n, each in layer.weights.items() if isinstance(each, Tensor)}
     assert after == before and torch.equal(layer.uk, 2 * half)
+
+
+@pytest.mark.parametrize(
+    ("changed", "mode"),
+    [
+        (dict(quant_config=object()), "quantised weights"),
+        (dict(stored="fp8_e5m2"), "caches other than bfloat16 and fp8"),
+        (dict(stored="fp8"), "fp8 caches of other sizes than those of DeepSeek"),
+        (dict(q_lora_rank=None), "a query without a latent"),
+        (dict(g_proj=object()), "a gate"),
+        (dict(non_causal_multi_token_decode=True), "`non_causal_multi_token_decode`"),
+    ],
+)
+def test_sparse_attention_is_refused_where_it_was_not_tried(changed, mode, mla):
+    config = configuration()
+    config.cache_config = SimpleNamespace(cache_dtype=changed.pop("stored", "auto"))
+    mla.get_current_vllm_config = lambda: config
+    indexer = mla.deepseek_v2.Indexer()
+    indexer.head_dim = DI
+    modules = SimpleNamespace(indexer=indexer, g_proj=changed.pop("g_proj", None))
+    sizes = (H, N, 0.2, DN, DR, DV, changed.pop("q_lora_rank", RQ), R)
+    with pytest.raises(NotSupported, match=f"serves sparse attention without {mode}, and"):
+        mla.SparseMLA(*sizes, modules, **changed)
+
+
+def test_another_indexer_is_refused(mla):
+    config = configuration()
+    config.cache_config = SimpleNamespace(cache_dtype="auto")
+    mla.get_current_vllm_config = lambda: config
+    another = type("HierarchicalIndexer", (mla.deepseek_v2.Indexer,), {})()
+    another.head_dim = DI
+    modules = SimpleNamespace(indexer=another, g_proj=None)
+    with pytest.raises(NotSupported, match="and this is a HierarchicalIndexer; unset CUSTOM_VLLM"):
+        mla.SparseMLA(H, N, 0.2, DN, DR, DV, RQ, R, modules)
 
 
 @pytest.mark.parametrize("shares", [False, True])
