@@ -185,10 +185,10 @@ TABLE: dict[str, tuple[Config, ...]] = {
         Config({"KEY_TILE": channels}) for channels in (64, 32, 16)
     ),
     "chunk_gated_delta_rule_grad.gates": (Config({"HEAD_TILE": 16}),),
-    "chunk_kda.sums": tuple(Config({"ROWS": rows}) for rows in (16, 8)),
-    "chunk_kda.pairs": tuple(Config({"ROWS": rows}) for rows in (16, 8)),
+    "chunk_kda.factors": (Config({}, {"multibuffer": False}),),
+    "chunk_kda.products": (Config({}),),
     "chunk_kda.triangles": (Config({}, {"multibuffer": False}),),
-    "chunk_kda.walk": tuple(Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)),
+    "chunk_kda.walk": tuple(Config({"VALUE_TILE": channels}) for channels in (128, 64, 32, 16)),
     "chunk_kda_grad.places": (Config({}),),
     "chunk_kda_grad.walk_states": tuple(
         Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)

@@ -8,23 +8,29 @@
     by chunk:  N = T (v - (exp(G) k) S);  out = (scale exp(G) q) S + P N;
     S = exp(G_last) S + (exp(G_last - G) k)^T N
 
-exp(G_i - G_j) is no product of a number of i and one of j that stay in range: the vector cores make
-A and P, one token j at a time, and no exponent is above 0.
+exp(G_i - G_j) is no product of a number of i and one of j that stay in range.  A chunk is four
+parts of 16 tokens.  For i in a later part than j, with R the G before i's part, it is exp(G_i - R)
+exp(R - G_j), and no exponent is above 0: the cube makes these A and P.  Within a part the vector
+cores do, one token j at a time.
 
-    sums       vector cores    by chunk: G, and k as the norm leaves it
-    pairs      vector cores    by ROWS tokens of a chunk: A, P, and what the walk multiplies
+    factors    vector cores    by chunk: what the cube multiplies, here and in the walk; A and P of
+                               tokens of one part
+    products   cube            by chunk: A and P of tokens of two parts
     triangles  vector cores    by chunk: T, by elimination
     walk       cube + vector   over a sequence, VALUE_TILE columns of a head: outputs, states
 
-A, P and T lie transposed, as they are made.  What lies between the kernels is laid out by chunk, in
-rounds of chunks that fit the workspace; the state of the sequence that a round ends within is
-carried to the next one.
+A, P and T lie transposed, as they are made.  In the walk the cube stores and loads what it makes of
+v and the state, and the vector units have the state alone, in float32: two hand-offs a chunk.
+exp(G) q and -exp(G) k lie side by side, so that the state goes to the cube once; their products
+with it come out in halves, and the outputs' half is added by a product with ones.  What lies
+between the kernels is laid out by chunk, in rounds of chunks that fit the workspace; the state of
+the sequence that a round ends within is carried to the next one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,15 +39,15 @@ from torch import Tensor
 
 from ...dispatch.common import memory
 from ...dispatch.common.gated_delta import kind_of_rate
-from ..common import cores, entry, tiling, tune
-from ..common.front_end import extract_slice
+from ..common import cores, entry, tiling, tune, tuples
+from ..common.front_end import extract_slice, insert_slice
 from ..common.lengths import within
 from ..common.rates import rate_of
 from .fused_sigmoid_gating_delta_rule_update import _softplus
 
 CHUNK = tl.constexpr(64)
+ROWS = tl.constexpr(16)  # tokens of a part of a chunk
 LARGEST = 128  # key size; of values twice as much
-_TILE = 1024  # elements of a tile of which UB holds twenty
 # exp() of it is 0 in float32; minus infinity times 0 would be none
 _LEAST = tl.constexpr(-100.0)
 GIVEN, SOFTPLUS, BOUNDED = 0, 1, 2  # what `g` is
@@ -91,119 +97,216 @@ def _unit(x, NORM: tl.constexpr):
     return x
 
 
-@entry.jit(
-    do_not_specialize=[
-        "sequences", "length", "tokens", "since", "most", "group", "value_heads", "lower_bound",
-        "k_token", "k_head", "g_token", "g_head",
-    ]
-)  # fmt: skip
-def sums(
-    k,
-    g,
-    A_log,
-    dt_bias,
+class Given(NamedTuple):
+    q: Tensor
+    k: Tensor
+    g: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+
+
+class Strides(NamedTuple):
+    token: int
+    head: int
+
+
+class Round(NamedTuple):
+    """Of which tokens, and which of their chunks."""
+
+    sequences: int
+    length: int
+    tokens: int
+    since: int
+    most: int
+
+
+class Factors(NamedTuple):
+    """What the cube multiplies."""
+
+    upper: Tensor
+    lower: Tensor
+    queries: Tensor
+    keys: Tensor
+    left: Tensor
+    fades: Tensor
+
+
+class Whole(NamedTuple):
+    """What a gradient needs besides."""
+
+    total: Tensor
+    units: Tensor
+    scaled: Tensor
+
+
+@triton.jit
+def _near(q_tile, k_tile, since, alike, seen, START: tl.constexpr, KEY: tl.constexpr):
+    """Of a part's A and P what its tokens from START to START + 8 are to those from START on: one
+    exponential a pair.  Of tokens before them it may be infinite, and is not taken."""
+    HALF: tl.constexpr = ROWS // 2
+    LEFT: tl.constexpr = ROWS - START
+    q_here = extract_slice(q_tile, (START, 0), (LEFT, KEY), (1, 1))
+    k_here = extract_slice(k_tile, (START, 0), (LEFT, KEY), (1, 1))
+    g_here = extract_slice(since, (START, 0), (LEFT, KEY), (1, 1))
+    for r in range(START, START + HALF):
+        g_row = extract_slice(since, (r, 0), (1, KEY), (1, 1))
+        k_row = extract_slice(k_tile, (r, 0), (1, KEY), (1, 1))
+        faded = tl.exp(g_here - g_row) * k_row
+        on_q = tl.sum(q_here * faded, 1)
+        on_k = tl.sum(k_here * faded, 1)
+        seen = insert_slice(seen, on_q[None], (r, START), (1, LEFT), (1, 1))
+        alike = insert_slice(alike, on_k[None], (r, START), (1, LEFT), (1, 1))
+    return alike, seen
+
+
+@tuples.jit(["group", "value_heads", "scale", "lower_bound"])
+def factors(
+    given: Given,
     bounds,
-    total,
-    units,
-    sequences,
-    length,
-    tokens,
-    since,
-    most,
+    alike,
+    seen,
+    to: Factors,
+    whole: Whole,
+    of: Round,
     group,
     value_heads,
+    scale,
     lower_bound,
-    k_token,
-    k_head,
-    g_token,
-    g_head,
+    q_stride: Strides,
+    k_stride: Strides,
+    g_stride: Strides,
     KEY: tl.constexpr,
     VARLEN: tl.constexpr,
     NORM: tl.constexpr,
     GATE: tl.constexpr,
     A: tl.constexpr,
     BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
+    GRAD: tl.constexpr,
+    multibuffer: tl.constexpr,
 ):
-    """G and k [chunks, HV, 64, K] in float32."""
+    """Of every chunk, by parts of 16 tokens: A and P within a part [chunks, HV, 64, 64], and 0
+    behind it; what `products` makes the rest of; scale exp(G) q, -exp(G) k and exp(G_last - G) k
+    [chunks, HV, 64, K]; exp(G_last) [chunks, HV, K].  For a gradient exp(G) k, and in float32 G, k
+    and scale q."""
     row = tl.arange(0, ROWS)
+    f = row.to(tl.float32)  # which the vector unit compares as they are
+    c = tl.arange(0, CHUNK)[:, None]
     d = tl.arange(0, KEY)
     one = tl.zeros((1,), tl.int32)  # a scalar of the vector unit
     turn = tl.program_id(0)
     turns = tl.num_programs(0)
     end = 0
     before = 0
-    for n in range(0, sequences):
-        start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
+    for n in range(0, of.sequences):
+        start, size = _sequence(bounds, n, end, of.length, of.tokens, VARLEN)
         chunks = (size + CHUNK - 1) // CHUNK
-        low, count = _here(before, chunks, since, most)
+        low, count = _here(before, chunks, of.since, of.most)
         for work in range(turn, count * value_heads, turns):
             head = work % value_heads
             first = (low + work // value_heads) * CHUNK
-            rows = ((before + low - since) * value_heads + work).to(tl.int64) * (CHUNK * KEY)
-            of_k = k + (head // group).to(tl.int64) * k_head
-            of_g = g + head.to(tl.int64) * g_head
+            place = ((before + low - of.since) * value_heads + work).to(tl.int64)
+            of_q = given.q + (head // group).to(tl.int64) * q_stride.head
+            of_k = given.k + (head // group).to(tl.int64) * k_stride.head
+            of_g = given.g + head.to(tl.int64) * g_stride.head
             rate = tl.zeros((1,), tl.float32)
             if A:
-                rate += tl.load(A_log + head + one).to(tl.float32)
+                rate += tl.load(given.A_log + head + one).to(tl.float32)
             rate = tl.exp(rate)[:, None]
             running = tl.zeros((1, KEY), tl.float32)
+            # a tile that is the same in every turn would stay in UB
+            rest = tl.broadcast_to(first.to(tl.float32) * 0.0, (CHUNK, KEY))
             for part in range(0, CHUNK, ROWS):
                 i = part + row
                 there = (i < size - first)[:, None]
                 token = (start + first + i).to(tl.int64)[:, None]
-                k_tile = tl.load(of_k + token * k_token + d[None], mask=there, other=0.0)
-                k_tile = _unit(k_tile.to(tl.float32), NORM)
-                tl.store(units + rows + i[:, None] * KEY + d[None], k_tile)
-                x = tl.load(of_g + token * g_token + d[None], mask=there, other=0.0)
+                rows = place * (CHUNK * KEY) + i[:, None] * KEY + d[None]
+                beside = rows if GRAD else rows + place * (CHUNK * KEY)
+                x = tl.load(of_g + token * g_stride.token + d[None], mask=there, other=0.0)
                 x = x.to(tl.float32)
                 if BIAS:
-                    x += tl.load(dt_bias + head * KEY + d).to(tl.float32)[None]
+                    x += tl.load(given.dt_bias + head * KEY + d).to(tl.float32)[None]
                 decay = tl.where(there, _logarithm(x, rate, lower_bound, GATE), 0.0)
+                since = decay  # up to each token, from the part's first on
+                gained = tl.zeros((1, KEY), tl.float32)
                 for r in range(0, ROWS):
-                    running += extract_slice(decay, (r, 0), (1, KEY), (1, 1))
-                    tl.store(total + rows + (part + r) * KEY + d[None], running)
+                    gained += extract_slice(decay, (r, 0), (1, KEY), (1, 1))
+                    since = insert_slice(since, gained, (r, 0), (1, KEY), (1, 1))
+                k_tile = tl.load(of_k + token * k_stride.token + d[None], mask=there, other=0.0)
+                k_tile = _unit(k_tile.to(tl.float32), NORM)
+                q_tile = tl.load(of_q + token * q_stride.token + d[None], mask=there, other=0.0)
+                q_tile = _unit(q_tile.to(tl.float32), NORM) * scale
+                if GRAD:
+                    tl.store(whole.total + rows, running + since)
+                    tl.store(whole.units + rows, k_tile)
+                    tl.store(whole.scaled + rows, q_tile)
+                on_k = tl.zeros((ROWS, ROWS), tl.float32)
+                on_q = tl.zeros((ROWS, ROWS), tl.float32)
+                # a row of a tile is taken out of what made the tile, unless it was put there
+                zero = tl.minimum(work, 0)
+                k_tile = insert_slice(decay, k_tile, (zero, 0), (ROWS, KEY), (1, 1))
+                on_k, on_q = _near(q_tile, k_tile, since, on_k, on_q, 0, KEY)
+                on_k, on_q = _near(q_tile, k_tile, since, on_k, on_q, ROWS // 2, KEY)
+                on_k = tl.where(f[:, None] < f[None], on_k, 0.0)
+                on_q = tl.where(f[:, None] <= f[None], on_q, 0.0)
+                tile = place * (CHUNK * CHUNK) + part + row[None]
+                tl.store(seen + tile + i[:, None] * CHUNK, on_q.to(seen.dtype.element_ty))
+                tl.store(alike + tile + i[:, None] * CHUNK, on_k)
+                behind = c < CHUNK - ROWS - part
+                nothing = tile + (part + ROWS + c) * CHUNK
+                zeros = tl.zeros((CHUNK, ROWS), seen.dtype.element_ty)
+                tl.store(seen + nothing, zeros, mask=behind)
+                tl.store(alike + nothing, tl.zeros((CHUNK, ROWS), tl.float32), mask=behind)
+                # a pair of two parts: exp(G_i - G_part) exp(G_part - G_j), and neither is above 1
+                half = to.upper.dtype.element_ty
+                growth = tl.exp(since)
+                q_far = q_tile * growth
+                k_far = k_tile * growth
+                far = (place * CHUNK + part) * (2 * KEY) + row[:, None] * KEY + d[None]
+                tl.store(to.upper + far, q_far.to(half))
+                tl.store(to.upper + far + ROWS * KEY, k_far.to(half))
+                grown = tl.exp(running)
+                tl.store(to.queries + beside, (q_far * grown).to(half))
+                k_far = k_far * grown
+                if not GRAD:
+                    k_far = -k_far
+                tl.store(to.keys + beside, k_far.to(half))
+                # exp(G_end - G_j) k_j of this part, and of those before it
+                faded = k_tile * tl.exp(gained - since)
+                rest = insert_slice(rest, faded, (part, 0), (ROWS, KEY), (1, 1))
+                fade = tl.exp(gained)
+                for earlier in range(0, part, ROWS):
+                    faded = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1)) * fade
+                    rest = insert_slice(rest, faded, (earlier, 0), (ROWS, KEY), (1, 1))
+                # of the last part `left`
+                so_far = place * (2 * CHUNK) + (part // ROWS) * (part + ROWS) // 2
+                for earlier in range(0, tl.where(part < CHUNK - ROWS, part + ROWS, 0), ROWS):
+                    faded = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1))
+                    at = (so_far + earlier + row)[:, None] * KEY + d[None]
+                    tl.store(to.lower + at, faded.to(half))
+                running += gained
+            for earlier in range(0, CHUNK, ROWS):
+                faded = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1))
+                at = (place * CHUNK + earlier + row)[:, None] * KEY + d[None]
+                tl.store(to.left + at, faded.to(to.left.dtype.element_ty))
+            tl.store(to.fades + place * KEY + d[None], tl.exp(running))
         turn = ((turn - count * value_heads) % turns + turns) % turns
         end = start + size
         before += chunks
 
 
-@entry.jit(
-    do_not_specialize=[
-        "sequences", "length", "tokens", "since", "most", "group", "value_heads", "scale",
-        "q_token", "q_head",
-    ]
-)  # fmt: skip
-def pairs(
-    q,
+@tuples.jit(["value_heads"])
+def products(
+    upper,
+    lower,
     bounds,
-    total,
-    units,
     alike,
     seen,
-    queries,
-    keys,
-    left,
-    fades,
-    scaled,
-    sequences,
-    length,
-    tokens,
-    since,
-    most,
-    group,
+    of: Round,
     value_heads,
-    scale,
-    q_token,
-    q_head,
     KEY: tl.constexpr,
     VARLEN: tl.constexpr,
-    NORM: tl.constexpr,
-    GRAD: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    """A and P [chunks, HV, 64, 64]; scale exp(G) q, exp(G) k and exp(G_last - G) k
-    [chunks, HV, 64, K]; exp(G_last) [chunks, HV, K]; for a gradient also scale q in float32."""
+    """A and P of tokens of two parts."""
     PARTS: tl.constexpr = CHUNK // ROWS
     row = tl.arange(0, ROWS)
     d = tl.arange(0, KEY)
@@ -211,64 +314,25 @@ def pairs(
     turns = tl.num_programs(0)
     end = 0
     before = 0
-    for n in range(0, sequences):
-        start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
+    for n in range(0, of.sequences):
+        start, size = _sequence(bounds, n, end, of.length, of.tokens, VARLEN)
         chunks = (size + CHUNK - 1) // CHUNK
-        low, count = _here(before, chunks, since, most)
-        for work in range(turn, count * value_heads * PARTS, turns):
-            tile_of = work // PARTS
-            # a later part has more pairs: a core takes each of them in turn
-            part = (work + tile_of * PARTS // turns) % PARTS * ROWS
-            head = tile_of % value_heads
-            first = (low + tile_of // value_heads) * CHUNK
-            place = ((before + low - since) * value_heads + tile_of).to(tl.int64)
-            i = part + row
-            there = (i < size - first)[:, None]
-            token = (start + first + i).to(tl.int64)[:, None]
-            of_q = q + (head // group).to(tl.int64) * q_head + token * q_token + d[None]
-            q_tile = _unit(tl.load(of_q, mask=there, other=0.0).to(tl.float32), NORM) * scale
-            base = place * (CHUNK * KEY)
-            rows = base + i[:, None] * KEY + d[None]
-            k_tile = tl.load(units + rows)
-            g_tile = tl.load(total + rows)
-            last = tl.load(total + base + (CHUNK - 1) * KEY + d)
-            growth = tl.exp(g_tile)
-            if GRAD:
-                tl.store(scaled + rows, q_tile)
-            tl.store(queries + rows, (q_tile * growth).to(queries.dtype.element_ty))
-            tl.store(keys + rows, (k_tile * growth).to(keys.dtype.element_ty))
-            rest = k_tile * tl.exp(last[None] - g_tile)
-            tl.store(left + rows, rest.to(left.dtype.element_ty))
-            tl.store(fades + place * KEY + d, tl.exp(last))
-            tile = place * (CHUNK * CHUNK) + i
-            # of earlier tokens: exp(G_i - G_part) exp(G_part - G_j), and neither is above 1
-            at_part = tl.load(total + base + part * KEY + d)[None]
-            since_part = tl.exp(g_tile - at_part)
-            q_far = q_tile * since_part
-            k_far = k_tile * since_part
-            for earlier in range(0, part, ROWS):
-                rows = base + (earlier + row)[:, None] * KEY + d[None]
-                faded = tl.exp(at_part - tl.load(total + rows)) * tl.load(units + rows)
-                for r in range(0, ROWS):
-                    of_row = extract_slice(faded, (r, 0), (1, KEY), (1, 1))
-                    to = tile + (earlier + r) * CHUNK
-                    tl.store(seen + to, tl.sum(q_far * of_row, 1).to(seen.dtype.element_ty))
-                    tl.store(alike + to, tl.sum(k_far * of_row, 1))
-            for r in range(0, ROWS):
-                g_row = extract_slice(g_tile, (r, 0), (1, KEY), (1, 1))
-                k_row = extract_slice(k_tile, (r, 0), (1, KEY), (1, 1))
-                faded = tl.exp(tl.minimum(g_tile - g_row, 0.0)) * k_row
-                on_q = tl.where(row >= r, tl.sum(q_tile * faded, 1), 0.0)
-                on_k = tl.where(row > r, tl.sum(k_tile * faded, 1), 0.0)
-                to = tile + (part + r) * CHUNK
-                tl.store(seen + to, on_q.to(seen.dtype.element_ty))
-                tl.store(alike + to, on_k)
-            later = tl.arange(0, CHUNK)[:, None]
-            of_none = later < CHUNK - ROWS - part
-            to = tile[None] + (part + ROWS + later) * CHUNK
-            tl.store(seen + to, tl.zeros((CHUNK, ROWS), seen.dtype.element_ty), mask=of_none)
-            tl.store(alike + to, tl.zeros((CHUNK, ROWS), tl.float32), mask=of_none)
-        turn = ((turn - count * value_heads * PARTS) % turns + turns) % turns
+        low, count = _here(before, chunks, of.since, of.most)
+        for work in range(turn, count * value_heads, turns):
+            place = ((before + low - of.since) * value_heads + work).to(tl.int64)
+            base = place * (2 * CHUNK * KEY)
+            for part in tl.static_range(1, PARTS):
+                j = tl.arange(0, part * ROWS)
+                of_lower = base + (part * (part - 1) // 2 * ROWS + j)[:, None] * KEY + d[None]
+                of_upper = base + (2 * part * ROWS + row)[:, None] * KEY + d[None]
+                k_earlier = tl.load(lower + of_lower)
+                q_tile = tl.load(upper + of_upper)
+                k_tile = tl.load(upper + of_upper + ROWS * KEY)
+                tile = place * (CHUNK * CHUNK) + j[:, None] * CHUNK + part * ROWS + row[None]
+                on_q = tl.dot(k_earlier, tl.trans(q_tile))
+                tl.store(seen + tile, on_q.to(seen.dtype.element_ty))
+                tl.store(alike + tile, tl.dot(k_earlier, tl.trans(k_tile)))
+        turn = ((turn - count * value_heads) % turns + turns) % turns
         end = start + size
         before += chunks
 
@@ -298,6 +362,7 @@ def triangles(
 ):
     """T [chunks, HV, 64, 64]; beta [HV, tokens].  For a gradient (I + beta A)^-1, and what its
     rounding leaves."""
+    HALF: tl.constexpr = CHUNK // 2
     i = tl.arange(0, CHUNK)
     turn = tl.program_id(0)
     turns = tl.num_programs(0)
@@ -317,8 +382,14 @@ def triangles(
             tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
             upper = tl.load(alike + tile) * rate[None]
             x = tl.where(i[:, None] == i[None], 1.0, 0.0)
-            # column r is done: take it out of the columns behind
-            for r in range(0, CHUNK - 1):
+            # column r is done: take it out of the columns behind; the lower half joins with its own
+            top = extract_slice(x, (0, 0), (HALF, CHUNK), (1, 1))
+            for r in range(0, HALF):
+                factor = extract_slice(upper, (r, 0), (1, CHUNK), (1, 1))
+                done = extract_slice(top, (0, r), (HALF, 1), (1, 1))
+                top = top - factor * done
+            x = insert_slice(x, top, (0, 0), (HALF, CHUNK), (1, 1))
+            for r in range(HALF, CHUNK - 1):
                 factor = extract_slice(upper, (r, 0), (1, CHUNK), (1, 1))
                 done = extract_slice(x, (0, r), (CHUNK, 1), (1, 1))
                 x = x - factor * done
@@ -340,8 +411,8 @@ def triangles(
     ]
 )  # fmt: skip
 def walk(
-    queries,
-    keys,
+    both,
+    ones,
     left,
     fades,
     v,
@@ -349,6 +420,8 @@ def walk(
     solved,
     seen,
     initial,
+    back,
+    new,
     final,
     out,
     sequences,
@@ -364,14 +437,13 @@ def walk(
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     VARLEN: tl.constexpr,
-    INITIAL: tl.constexpr,
-    VALUE_FIRST: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ):
     """Outputs and final states.  The sequence that the round begins within has its state at `came`
-    in `initial`, that which it ends within leaves it at `goes` in `final`."""
+    in `initial`, that which it ends within leaves it at `goes` in `final`: [V, K] of a head."""
     TILES: tl.constexpr = VALUE // VALUE_TILE
     i = tl.arange(0, CHUNK)
+    j = tl.arange(0, 2 * CHUNK)
     d = tl.arange(0, KEY)
     c = tl.arange(0, VALUE_TILE)
     turn = tl.program_id(0)
@@ -389,17 +461,9 @@ def walk(
             head = work // TILES
             column = work % TILES * VALUE_TILE + c
             of_v = v + head.to(tl.int64) * v_head
-            if VALUE_FIRST:
-                of_state = column[:, None] * KEY + d[None]
-            else:
-                of_state = d[:, None] * VALUE + column[None]
-            if INITIAL:
-                whole = (of_first * value_heads + head).to(tl.int64) * (VALUE * KEY)
-                state = tl.load(initial + whole + of_state).to(tl.float32)
-                if not VALUE_FIRST:
-                    state = tl.trans(state)
-            else:
-                state = tl.zeros((VALUE_TILE, KEY), tl.float32)
+            of_state = column[:, None] * KEY + d[None]
+            whole = (of_first * value_heads + head).to(tl.int64) * (VALUE * KEY)
+            state = tl.load(initial + whole + of_state)
             for chunk in range(low, low + count):
                 first = chunk * CHUNK
                 there = (i < size - first)[:, None]
@@ -409,29 +473,30 @@ def walk(
                 tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
                 v_tile = tl.load(of_v + token * v_token + column[None], mask=there, other=0.0)
                 half = tl.trans(state.to(v_tile.dtype))
-                r = v_tile.to(tl.float32) - tl.dot(tl.load(keys + rows), half)
-                t_tile, p_tile = tl.load(solved + tile), tl.load(seen + tile)
-                new = tl.dot(tl.trans(t_tile), r.to(v_tile.dtype)).to(v_tile.dtype)
-                o = tl.dot(tl.load(queries + rows), half) + tl.dot(tl.trans(p_tile), new)
+                t_tile = tl.trans(tl.load(solved + tile))
+                p_tile = tl.trans(tl.load(seen + tile))
+                # stored and loaded by the cube: the vector units take no part in it
+                of_new = (place * CHUNK + i[:, None]) * VALUE + column[None]
+                of_both = place * (2 * CHUNK * KEY) + j[:, None] * KEY + d[None]
+                of_back = (place * (2 * CHUNK) + j[:, None]) * VALUE + column[None]
+                x = tl.dot(tl.load(both + of_both), half)
+                tl.store(back + of_back, x.to(back.dtype.element_ty))
+                of_back = (place * (2 * CHUNK) + i[:, None]) * VALUE + column[None]
+                x = tl.dot(t_tile, tl.load(back + of_back), tl.dot(t_tile, v_tile))
+                tl.store(new + of_new, x.to(new.dtype.element_ty))
+                n_tile = tl.load(new + of_new)
+                q_tile = tl.load(back + of_back + CHUNK * VALUE)
+                o_tile = tl.load(ones + i[:, None] * CHUNK + i[None])
+                o = tl.dot(o_tile, q_tile, tl.dot(p_tile, n_tile))
                 to = (token * value_heads + head) * VALUE + column[None]
                 tl.store(out + to, o.to(out.dtype.element_ty), mask=there)
                 fade = tl.load(fades + place * KEY + d)
-                state = state * fade[None] + tl.dot(tl.trans(new), tl.load(left + rows))
+                state = state * fade[None] + tl.dot(tl.trans(n_tile), tl.load(left + rows))
             whole = (of_last * value_heads + head).to(tl.int64) * (VALUE * KEY)
-            if not VALUE_FIRST:
-                tl.store(final + whole + of_state, tl.trans(state).to(final.dtype.element_ty))
-            else:
-                tl.store(final + whole + of_state, state.to(final.dtype.element_ty))
+            tl.store(final + whole + of_state, state)
         turn = ((turn - works) % turns + turns) % turns
         end = start + size
         before += chunks
-
-
-def _rows(kernel: str, key_size: int) -> dict[str, Any]:
-    """The most rows that UB holds, with what is made of them."""
-    kernel = f"chunk_kda.{kernel}"
-    fitting = [c for c in tune.TABLE[kernel] if c.tiles["ROWS"] * key_size <= _TILE]
-    return tune.choose(kernel, fitting, key_size).keywords
 
 
 def _tile(value_size: int) -> tune.Config:
@@ -473,24 +538,34 @@ class Chunks:
 
     most: int
     bounds: Tensor
-    total: Tensor
-    units: Tensor
     alike: Tensor
     seen: Tensor
     solved: Tensor
     finer: Tensor
+    upper: Tensor
+    lower: Tensor
     queries: Tensor
     keys: Tensor
     left: Tensor
     fades: Tensor
+    total: Tensor
+    units: Tensor
     scaled: Tensor
     betas: Tensor  # [HV, tokens]
     kind: int  # of rates that they make
 
 
 def laid_out(
-    most: int, q: Tensor, beta: Tensor, kind: int, cu_seqlens: Tensor | None, grad: bool
+    most: int,
+    q: Tensor,
+    beta: Tensor,
+    kind: int,
+    cu_seqlens: Tensor | None,
+    upper: Tensor,
+    lower: Tensor,
+    grad: bool,
 ) -> Chunks:
+    """`upper` and `lower` are free again behind `products`: 128 rows of K numbers, by chunk."""
     value_heads, key_size = beta.shape[-1], q.shape[-1]
     square = (CHUNK.value, CHUNK.value)
 
@@ -499,25 +574,32 @@ def laid_out(
 
     alike = space(*square, dtype=torch.float32)
     seen, solved = (space(*square) for _ in range(2))
-    total, units = (space(CHUNK.value, key_size, dtype=torch.float32) for _ in range(2))
-    queries, keys, left = (space(CHUNK.value, key_size) for _ in range(3))
+    left = space(CHUNK.value, key_size)
+    if grad:
+        queries, keys = (space(CHUNK.value, key_size) for _ in range(2))
+    else:  # side by side
+        keys, queries = space(2 * CHUNK.value, key_size).split(CHUNK.value, 2)
     fades = space(key_size, dtype=torch.float32)
     # a tensor stands for one that is not there, and is not touched
-    scaled = space(CHUNK.value, key_size, dtype=torch.float32) if grad else units
+    total, units, scaled = (
+        space(CHUNK.value, key_size, dtype=torch.float32) if grad else fades for _ in range(3)
+    )
     finer = space(*square) if grad else solved
     return Chunks(
         most,
         fades if cu_seqlens is None else cu_seqlens,
-        total,
-        units,
         alike,
         seen,
         solved,
         finer,
+        upper,
+        lower,
         queries,
         keys,
         left,
         fades,
+        total,
+        units,
         scaled,
         beta.mT.contiguous(),  # loads with a stride are padded in UB
         kind,
@@ -550,50 +632,51 @@ def fill(
     value_heads = g.shape[1]
     here = (sequences, length, tokens, since, x.most)
     group = value_heads // heads
-    sums[(cores.vector(),)](
+    constants = dict(KEY=key_size, VARLEN=varlen)
+    factors[(cores.vector(),)](
+        q,
         k,
         g,
         x.fades if A_log is None else A_log,
         x.fades if dt_bias is None else dt_bias,
         x.bounds,
-        x.total,
-        x.units,
-        *here,
-        group,
-        value_heads,
-        0.0 if lower_bound is None else lower_bound,
-        *k.stride()[:2],
-        *g.stride()[:2],
-        KEY=key_size,
-        VARLEN=varlen,
-        NORM=norm,
-        GATE=gate,
-        A=A_log is not None,
-        BIAS=dt_bias is not None,
-        **_rows("sums", key_size),
-    )
-    pairs[(cores.vector(),)](
-        q,
-        x.bounds,
-        x.total,
-        x.units,
         x.alike,
         x.seen,
+        x.upper,
+        x.lower,
         x.queries,
         x.keys,
         x.left,
         x.fades,
+        x.total,
+        x.units,
         x.scaled,
         *here,
         group,
         value_heads,
         key_size**-0.5 if scale is None else scale,
+        0.0 if lower_bound is None else lower_bound,
         *q.stride()[:2],
-        KEY=key_size,
-        VARLEN=varlen,
+        *k.stride()[:2],
+        *g.stride()[:2],
+        **constants,
         NORM=norm,
+        GATE=gate,
+        A=A_log is not None,
+        BIAS=dt_bias is not None,
         GRAD=grad,
-        **_rows("pairs", key_size),
+        **tune.only("chunk_kda.factors").keywords,
+    )
+    products[(cores.cube(),)](
+        x.upper,
+        x.lower,
+        x.bounds,
+        x.alike,
+        x.seen,
+        *here,
+        value_heads,
+        **constants,
+        **tune.only("chunk_kda.products").keywords,
     )
     triangles[(cores.vector(),)](
         x.alike,
@@ -644,18 +727,25 @@ def forward(
     # all tokens in one row
     q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
     count = chunks_of(batch, length, cu_seqlens)
-    # G and k in float32, five tiles by channel or pair in halves, A in float32
-    side = CHUNK.value
-    most = at_once(count, value_heads * (side * (14 * key_size + 8 * side) + 4 * key_size))
+    # three tiles by channel and two of pairs in halves, A in float32; factors of pairs, which make
+    # room for what the walk is left with: N, and what it takes from v
+    side, widest = CHUNK.value, max(key_size, value_size)
+    each = side * (6 * key_size + 8 * widest + 8 * side) + 4 * key_size
+    most = at_once(count, value_heads * each)
+    tiles = most * value_heads * 2 * side
+    upper, lower = (memory.empty((tiles * widest,), q.dtype, q.device) for _ in range(2))
     rate = kind_of_rate(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = laid_out(most, q, beta, rate, cu_seqlens, grad=False)
-    initial, state = initial_state, final
-    if most < count:  # the last two are of sequences that rounds end within
-        initial = state = memory.empty((sequences + 2, *final.shape[1:]), torch.float32, v.device)
-        if initial_state is None:
-            state.zero_()
-        else:
-            state[:sequences].copy_(initial_state)
+    x = laid_out(most, q, beta, rate, cu_seqlens, upper, lower, grad=False)
+    ones = memory.empty((side, side), q.dtype, q.device).zero_()
+    ones.diagonal().fill_(1)
+    # the last two are of sequences that rounds end within
+    whole = (sequences + 2, value_heads, value_size, key_size)
+    state = memory.empty(whole, torch.float32, v.device)
+    by_column = (lambda x: x) if state_layout == "vk" else (lambda x: x.mT)
+    if initial_state is None:
+        state.zero_()
+    else:
+        state[:sequences].copy_(by_column(initial_state))
     came, goes = sequences, sequences + 1
     for since in range(0, count, most):
         fill(
@@ -676,15 +766,17 @@ def forward(
             grad=False,
         )
         walk[(cores.cube(),)](
-            x.queries,
             x.keys,
+            ones,
             x.left,
             x.fades,
             v,
             x.bounds,
             x.solved,
             x.seen,
-            state if initial is None else initial,
+            state,
+            upper,
+            lower,
             state,
             out,
             sequences,
@@ -699,11 +791,8 @@ def forward(
             KEY=key_size,
             VALUE=value_size,
             VARLEN=varlen,
-            INITIAL=initial is not None,
-            VALUE_FIRST=state_layout == "vk",
             **_tile(value_size).keywords,
         )
         came, goes = goes, came
-    if most < count:
-        final.copy_(state[:sequences])
+    final.copy_(by_column(state[:sequences]))
     return out, final

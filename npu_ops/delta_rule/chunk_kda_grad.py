@@ -726,11 +726,14 @@ def backward(
     value_first = state_layout == "vk"
     most = chunk_kda.at_once(count, value_heads * each)
     rate = kind_of_rate(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    x = chunk_kda.laid_out(most, q, beta, rate, cu_seqlens, grad=True)
 
     def space(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return memory.empty((most, value_heads, *shape), kind, device)
 
+    of_q, of_k, of_rest = (space(side, key_size, kind=wide) for _ in range(3))
+    # what `fill` needs for itself lies where two gradients will
+    free = (held.view(dtype) for held in (of_q, of_k))
+    x = chunk_kda.laid_out(most, q, beta, rate, cu_seqlens, *free, grad=True)
     number, firsts, counts = (
         memory.empty((size,), torch.int32, device) for size in (1, count, count)
     )
@@ -748,7 +751,6 @@ def backward(
     states, grads = (space(value_size, key_size) for _ in range(2))
     new, own, back, drop = (space(side, value_size) for _ in range(4))
     of_pairs = space(4, side, side, kind=wide)
-    of_q, of_k, of_rest = (space(side, key_size, kind=wide) for _ in range(3))
     parts = [space(side // _only("gates")["ROWS"], key_size, kind=wide).zero_() for _ in range(2)]
     d_betas = memory.empty((value_heads, tokens), wide, device)
     if varlen is not None:

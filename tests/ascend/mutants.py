@@ -127,7 +127,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_gated_delta_rule_grad.walk_grads": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_states": _LENGTH,
     "chunk_kda.forward": (
-        ("most <= count", "one round may keep its states in float32 as well"),
         ("since, most, goes, came, ", "which of the two rows a round begins with is all the same"),
     ),
     "chunk_kda._logarithm": (("x <= _LEAST", "it is _LEAST either way"),),
