@@ -124,6 +124,14 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "sparse_flash_attention.accumulate": _ACCUMULATE,
     "sparse_attn_sharedkv.note": (Config({"PIECE": 128}),),
     "sparse_attn_sharedkv.collect": (Config({"ROWS": 32, "PIECE": 1024}),),
+    # more heads or keys: no UB is left for what 1.0.0 and 1.2.0 hold of the output
+    "sparse_attn_sharedkv.attend": tuple(
+        Config(
+            {"HEAD_TILE": heads, "KEY_TILE": 64},
+            {"set_workspace_multibuffer": 2, "tile_mix_vector_loop": 1},
+        )
+        for heads in (32, 16)
+    ),
     "sparse_attn_sharedkv.weigh": _WEIGH,
     "sparse_attn_sharedkv.accumulate": _ACCUMULATE,
     "index_cache_write.write": (Config({}),),

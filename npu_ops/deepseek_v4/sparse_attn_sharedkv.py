@@ -8,8 +8,10 @@
                                  that lie one behind the other: a run is a piece of a page
     collect      vector cores    rows that come in no such runs (chosen entries, slots, small pages)
                                  one behind the other, two in one copy, and their runs
-    weigh        cube + vector   scores [T, K, N], and m and l of each part of the keys; few tokens
-                                 are spread over the cores by their keys
+    attend       cube + vector   all of it for a tile of heads, each key read once; where there are
+                                 tiles for all cores
+    weigh        cube + vector   else: scores [T, K, N], and m and l of each part of the keys; few
+                                 tokens are spread over the cores by their keys
     accumulate   cube + vector   exp(z - m) key over all keys in L0C; nothing is rescaled
 
 A run is one bulk copy, bound by its length: rows behind it are not read.  The plan [T, width] of a
@@ -37,6 +39,7 @@ from ..sparse_attention.sparse_flash_attention import pair, placed
 
 SPAN = tl.constexpr(128)  # rows of a run at most; every key tile divides it
 HEAD = tl.constexpr(8)
+LANES = tl.constexpr(8)
 # of the first half: what a token sees; the number of its runs is at NEAR_RUNS + whether of entries
 REQUEST, BEGIN, LIMIT, CLOSED, FIRST_ROW, FIRST_ENTRY, NEAR_RUNS = (
     tl.constexpr(i) for i in range(7)
@@ -556,6 +559,112 @@ def accumulate(
             tl.store(lse + to, log, mask=h < heads)
 
 
+@triton.jit
+def columns_of(sinks, h, none, heads, HEAD_TILE: tl.constexpr):
+    """The sinks of the heads `h`, each in a row of its own: a product, since both vector units of
+    the oldest compiler share no tile in which a vector of rows was loaded.  `none` is 0."""
+    c = tl.arange(0, 16)
+    row = tl.load(sinks + c[:, None] * heads + h[None], mask=c[:, None] < 1, other=0.0)
+    one = tl.load(sinks + c[:, None] * 16 + c[None], mask=c[:, None] < none, other=1.0)
+    return tl.dot(tl.trans(row), one, input_precision="ieee")
+
+
+@entry.jit(
+    do_not_specialize=[
+        "first", "rows", "width", "far_at", "heads", "query_row", "query_head", "ori_row",
+        "cmp_row", "scale",
+    ]
+)  # fmt: skip
+def attend(
+    query,
+    ori,
+    cmp,
+    plan,
+    sinks,
+    out,
+    lse,
+    first,
+    rows,
+    width,
+    far_at,
+    heads,
+    query_row,
+    query_head,
+    ori_row,
+    cmp_row,
+    scale,
+    SOURCES: tl.constexpr,
+    SIZE: tl.constexpr,
+    SINKS: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    set_workspace_multibuffer: tl.constexpr,
+    tile_mix_vector_loop: tl.constexpr,
+):
+    """A tile is half a run.  What a head carries from tile to tile is LANES equal columns, see
+    fused_attention.py."""
+    d = tl.arange(0, SIZE)
+    j = tl.arange(0, KEY_TILE)
+    head_tiles = heads // HEAD_TILE
+    half = width // 2
+    for work in range(tl.program_id(0), rows * head_tiles, tl.num_programs(0)):
+        h = work % head_tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
+        row = work // head_tiles
+        token = (first + row).to(tl.int64)
+        q = tl.load(query + token * query_row + h[:, None] * query_head + d[None])
+        of_row = plan + token * width
+        near = tl.load(of_row + NEAR_RUNS)
+        runs = near
+        if SOURCES == 2:
+            runs += tl.load(of_row + NEAR_RUNS + 1)
+        peak = tl.full((HEAD_TILE, LANES), -1e30, tl.float32)  # finite: a tile may hold no key
+        total = tl.zeros((HEAD_TILE, LANES), tl.float32)
+        # 0, as a number of this turn: a constant would be held beside what becomes of it
+        acc = tl.full((HEAD_TILE, SIZE), (work < 0).to(tl.float32), tl.float32)
+        # the first run of a window may be a half, so may the last one of each source
+        of_lengths = of_row + HEAD + half
+        length = tl.load(of_lengths)
+        first_half = tl.where((near > 0) & (length <= KEY_TILE), 1, 0)
+        length = tl.load(of_lengths + tl.maximum(near - 1, 0))
+        last_half = tl.where((near > 1) & (length <= KEY_TILE), 1, 0)
+        tiles = 2 * runs - first_half - last_half
+        if SOURCES == 2:
+            length = tl.load(of_lengths + far_at + tl.maximum(runs - near - 1, 0))
+            tiles -= tl.where((runs > near) & (length <= KEY_TILE), 1, 0)
+        for i in range(0, tiles):
+            tile = i + tl.where(i > 0, first_half, 0)
+            tile += tl.where(tile >= 2 * near - 1, last_half, 0)
+            begin, stride, there = run_at(
+                ori, cmp, of_row, tile // 2, near, far_at, half, ori_row, cmp_row, SOURCES
+            )
+            passed = tile % 2 * KEY_TILE
+            there -= passed
+            from_key = ori + begin + (passed + j)[:, None] * stride + d[None]
+            k = tl.load(from_key, mask=j[:, None] < there, other=0.0)
+            z = tl.dot(q, tl.trans(k)) * scale
+            seen = j.to(tl.float32) < there.to(tl.float32)
+            z += tl.where(seen, 0.0, float("-inf"))[None]
+            most = tl.max(z, 1)[:, None]
+            new = tl.where(most > peak, most, peak)  # `maximum` asks for NaN, in six operations
+            shrink = tl.exp(peak - new)
+            p = tl.exp(z - tl.max(new, 1)[:, None])
+            total = total * shrink + tl.sum(p, 1)[:, None]
+            acc = acc * tl.max(shrink, 1)[:, None] + tl.dot(p.to(k.dtype), k)
+            peak = new
+        denominator = total
+        if SINKS:
+            sink = columns_of(sinks, h, tl.minimum(work, 0), heads, HEAD_TILE)
+            denominator += tl.exp(tl.max(sink, 1)[:, None] - peak)
+        # without a key the sums are 0, and so is the result
+        denominator = tl.where(denominator > 0, denominator, 1.0)
+        x = (acc / tl.max(denominator, 1)[:, None]).to(out.dtype.element_ty)
+        log = peak + tl.log(tl.where(total > 0, total, 1.0))
+        log = tl.where(total > 0, log, float("-inf"))
+        to = token * heads + h
+        tl.store(out + to[:, None] * SIZE + d[None], x)
+        tl.store(lse + to, tl.max(log, 1))
+
+
 @dataclass(frozen=True)
 class _Source:
     """Rows that tokens see: `count` of them at most, by their table or behind one another."""
@@ -748,6 +857,16 @@ class Seen:
         )
 
 
+def _attending(rows: int, heads: int, size: int) -> tune.Config | None:
+    """The tile of `attend`; None where two passes are quicker: heads that fill no tile, and fewer
+    tiles than cores, whose keys are spread."""
+    kernel = "sparse_attn_sharedkv.attend"
+    whole = [config for config in tune.TABLE[kernel] if heads % config.tiles["HEAD_TILE"] == 0]
+    if not whole or rows * heads // whole[0].tiles["HEAD_TILE"] < tiling.A3.cube_cores:
+        return None
+    return tune.choose(kernel, whole, size)
+
+
 def forward(
     q: Tensor,
     sinks: Tensor | None,
@@ -777,18 +896,21 @@ def forward(
         note[(min(rows, cores.vector()),)](
             **sees.noting, **tune.only("sparse_attn_sharedkv.note").keywords
         )
+    attending = _attending(rows, heads, size)
     weighing = two_passes.weighing("sparse_attn_sharedkv", heads, size)
     head_tile, key_tile = weighing.tiles["HEAD_TILE"], weighing.tiles["KEY_TILE"]
     padded, wide = tiling.up(heads, head_tile), (half - HEAD.value) * span
     dense_row = (near.laid_out + far.laid_out) * size * q.itemsize
-    at_once = tiling.at_once(rows, dense_row + wide * padded * 4)
-    splits = two_passes.splits(at_once, padded // head_tile, head_tile, wide, key_tile)
-    accumulating = two_passes.accumulating("sparse_attn_sharedkv", at_once, padded, size)
+    each = dense_row if attending else dense_row + wide * padded * 4
+    at_once = tiling.at_once(rows, each) if each else rows
     copying = tune.only("sparse_attn_sharedkv.collect")
     dense = [memory.empty((at_once, x.laid_out, size), q.dtype, device) for x in (near, far)]
-    scores = memory.empty((at_once, wide, padded), torch.float32, device)
-    parts = (at_once, wide // key_tile, padded)
-    peaks, sums = (memory.empty(parts, torch.float32, device) for _ in range(2))
+    if attending is None:
+        splits = two_passes.splits(at_once, padded // head_tile, head_tile, wide, key_tile)
+        accumulating = two_passes.accumulating("sparse_attn_sharedkv", at_once, padded, size)
+        scores = memory.empty((at_once, wide, padded), torch.float32, device)
+        parts = (at_once, wide // key_tile, padded)
+        peaks, sums = (memory.empty(parts, torch.float32, device) for _ in range(2))
     keys, strides = [near.kv, far.kv], [near.row, far.row]
     for i, source in enumerate((near, far)):
         if source.how == LAID_OUT.value:
@@ -826,6 +948,29 @@ def forward(
                 SIZE=size,
                 **copying.keywords,
             )
+        if attending is not None:
+            tiles = heads // attending.tiles["HEAD_TILE"]
+            attend[(min(now * tiles, cores.cube()),)](
+                flat,
+                *keys,
+                plan,
+                out if sinks is None else sinks,
+                out,
+                lse,
+                first,
+                now,
+                2 * half,
+                far_at,
+                heads,
+                *flat.stride()[:2],
+                *strides,
+                scale_of(softmax_scale, size),
+                SOURCES=1 + (far.count > 0),
+                SIZE=size,
+                SINKS=sinks is not None,
+                **attending.keywords,
+            )
+            continue
         weigh[(min(now * padded // head_tile * splits, cores.cube()),)](
             flat,
             *keys,

@@ -392,13 +392,16 @@ class _Walker:
             whole = torch.empty(0, dtype=source.tensor.dtype).set_(flat)
             at = source.offset + source.tensor.storage_offset()
             return int(whole[at]) if 0 <= at < len(whole) else None
+        if s.kind == "memref.extract_aligned_pointer_as_index":
+            return None if source.tensor is None else source.tensor.data_ptr()
         if s.kind == "memref.reinterpret_cast":
             match = re.search(r"offset: \[([^\]]*)\], sizes: \[([^\]]*)\]", s.text)
             if match is None:
                 return None
             sizes = [self.number(x, env) for x in match[2].split(",")] if match[2] else []
             offset = self.number(match[1], env)
-            return replace(source, extents=sizes, offset=offset)
+            home = _home(source, offset, env)
+            return replace(source, extents=sizes, offset=offset, home=home)
         if s.kind == "memref.subview":
             groups = re.findall(r"\[([^\]]*)\]", s.text)
             sizes = [self.number(x, env) for x in groups[1].split(",")] if groups[1] else []
@@ -429,6 +432,16 @@ class _Walker:
         elif not name.startswith("set_l1"):
             self.cost.vector_operation(name, [tile.count * tile.element for tile in tiles])
             self.cost.vector[tiles[0].element] += tiles[0].count * tiles[0].element
+
+
+def _home(source: Memory, offset: int | None, env: dict[str, Any]) -> _Home:
+    """The memory that an argument's address and a distance lead to: another's, where kernels go
+    from one tensor to the next by the distance of both."""
+    if source.tensor is None or source.home is None or offset is None:
+        return source.home
+    at = source.tensor.data_ptr() + offset * source.element
+    homes = {source.home: None} | {x.home: None for x in env.values() if isinstance(x, Memory)}
+    return next((h for h in homes if h is not None and h[0] <= at < h[0] + h[1]), source.home)
 
 
 def _turn(name: str) -> int:

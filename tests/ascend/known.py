@@ -79,6 +79,7 @@ _SCALAR = {
     "sparse_flash_attention.collect": "two indices a copy of two rows",
     "sparse_attn_sharedkv.note": "what a token sees, a few numbers each",
     "sparse_attn_sharedkv.collect": "two slots a copy of two rows",
+    "sparse_attn_sharedkv.attend": "the run of a tile of keys, which is one copy",
     "sparse_attn_sharedkv.weigh": "the run of a tile of keys, which is one copy",
     "sparse_attn_sharedkv.accumulate": "the run of a tile of keys, which is one copy",
     "index_cache_write.write": "one slot a token, whose row is one copy",

@@ -294,6 +294,53 @@ CASES = (
         "TND, sums that fall, beyond the tokens",
         with_(packed("TND", 8, size=64), cu_seqlens_q=_sums([-(2**31), 6, 2, 2**31 - 1])),
     ),
+    # tiles of heads for all cores: one pass
+    Case(OP, "all cores, 64 heads", paged([300, 1, 131], 4, 64)),
+    Case(OP, "all cores, all entries", paged([300, 1, 2067], 8, 32, 4)),
+    Case(OP, "all cores, chosen, 16 heads", paged([300, 3, 2067], 8, 16, 4, 96)),
+    Case(OP, "all cores, chosen, 128 heads", paged([300, 2067], 3, 128, 4, 512, size=64)),
+    Case(
+        OP,
+        "all cores, a window of 300",
+        paged([700, 90], 12, 32, size=64, pages=(256, 0), window=300),
+        torch.float16,
+    ),
+    Case(
+        OP,
+        "all cores, several rounds",
+        in_rounds(2**17, paged([300, 1, 131], 4, 64, 4, 64, **SMALL)),
+    ),
+    Case(
+        OP,
+        "all cores, absent pages",
+        lambda x: _absent_pages(paged([300, 140, 270], 8, 32, 1, **SMALL)(x)),
+    ),
+    Case(
+        OP,
+        "all cores, lengths 0",
+        paged([0, 2, 0], 8, 32, 1, **SMALL, sinks=None, return_softmax_lse=False),
+    ),
+    Case(
+        OP,
+        "all cores, sinks of all sizes",
+        paged(
+            [300, 0],
+            12,
+            16,
+            4,
+            **SMALL,
+            sinks=lambda x: x.ints([-torch.inf, torch.inf, 1e4, 0.5] * 4, torch.float32),
+        ),
+    ),
+    Case(
+        OP, "all cores, scores far apart", paged([300, 70], 12, 16, 4, **SMALL, softmax_scale=9.0)
+    ),
+    Case(
+        OP,
+        "all cores, scores that underflow",
+        _opposed(paged([300, 70], 12, 16, 4, **SMALL, softmax_scale=4.0, sinks=None)),
+    ),
+    Case(OP, "all cores, slots", in_slots(24, (70, 14), size=64)),
     Case(OP, "slots", in_slots(5, (70, 14))),
     Case(
         OP,
@@ -354,6 +401,8 @@ CASES = (
         _opposed(paged([300, 70], 1, 16, 4, **SMALL, softmax_scale=4.0, sinks=None)),
     ),
 )
+_SEEN = '        log = tl.where(total > 0, log, float("-inf"))\n        to = token * heads + h'
+_KEYS = "k = tl.load(from_key, mask=j[:, None] < there, other=0.0)\n            z = tl.dot("
 _ROUND = "token = (first + row).to(tl.int64)\n        "
 _PLAN = "of_row = plan + token * width\n        "
 CONTROLS = (
@@ -398,8 +447,8 @@ CONTROLS = (
             ),
             (
                 "a key behind a run is read",
-                "k = tl.load(from_key, mask=j[:, None] < there",
-                "k = tl.load(from_key, mask=j[:, None] <= there",
+                _KEYS + "k,",
+                _KEYS.replace("<", "<=") + "k,",
                 "sliding, 8 heads",
             ),
             (
@@ -482,8 +531,8 @@ CONTROLS = (
             ),
             (
                 "another round's output",
-                "to = token * heads + h",
-                "to = row.to(tl.int64) * heads + h",
+                "to = token * heads + h\n        if",
+                "to = row.to(tl.int64) * heads + h\n        if",
                 "several rounds",
             ),
             (
@@ -518,9 +567,77 @@ CONTROLS = (
             ),
             ("scale forgotten", "return z * scale +", "return z +", "sliding, 16 heads"),
             (
+                "all cores: the first half of a window twice",
+                "tile = i + tl.where(i > 0, first_half, 0)",
+                "tile = i",
+                "all cores, 64 heads",
+            ),
+            (
+                "all cores: the last half of a window is skipped as long as it is",
+                "last_half = tl.where((near > 1) & (length <= KEY_TILE), 1, 0)",
+                "last_half = tl.where(near > 1, 1, 0)",
+                "all cores, a window of 300",
+            ),
+            (
+                "all cores: the last entries are skipped",
+                "tl.where((runs > near) & (length <= KEY_TILE), 1, 0)",
+                "tl.where(runs > near, 1, 0)",
+                "all cores, all entries",
+            ),
+            (
+                "all cores: a key behind a run is read",
+                _KEYS + "q,",
+                _KEYS.replace("<", "<=") + "q,",
+                "all cores, 64 heads",
+            ),
+            (
+                "all cores: a key behind a run counts",
+                "seen = j.to(tl.float32) < there.to(tl.float32)",
+                "seen = j.to(tl.float32) <= there.to(tl.float32)",
+                "all cores, 64 heads",
+            ),
+            (
+                "all cores: a maximum of at least 0",
+                "peak = tl.full((HEAD_TILE, LANES), -1e30, tl.float32)",
+                "peak = tl.full((HEAD_TILE, LANES), 0.0, tl.float32)",
+                "all cores, scores that underflow",
+            ),
+            (
+                "all cores: what was added up keeps its size",
+                "acc = acc * tl.max(shrink, 1)[:, None]",
+                "acc = acc",
+                "all cores, scores far apart",
+            ),
+            (
+                "all cores: scale forgotten",
+                "tl.dot(q, tl.trans(k)) * scale",
+                "tl.dot(q, tl.trans(k))",
+                "all cores, 64 heads",
+            ),
+            (
+                "all cores: the sinks of the first heads",
+                "row = tl.load(sinks + c[:, None] * heads + h[None]",
+                "row = tl.load(sinks + c[:, None] * heads + h[None] % 16",
+                "all cores, 64 heads",
+            ),
+            (
+                "all cores: another round's queries",
+                _ROUND + "q = tl.load(query",
+                "token = row.to(tl.int64)\n        q = tl.load(query",
+                "all cores, several rounds",
+            ),
+            (
+                "all cores: another round's output",
+                "to = token * heads + h\n        tl.store",
+                "to = row.to(tl.int64) * heads + h\n        tl.store",
+                "all cores, several rounds",
+            ),
+            (
                 "lse with the sink",
-                "log = peak + tl.log(tl.where(total > 0, total, 1.0))",
-                "log = peak + tl.log(tl.where(total > 0, tl.max(denominator, 1), 1.0))",
+                "log = peak + tl.log(tl.where(total > 0, total, 1.0))\n" + _SEEN + "\n        if",
+                "log = peak + tl.log(tl.where(total > 0, tl.max(denominator, 1), 1.0))\n"
+                + _SEEN
+                + "\n        if",
                 "sliding, 16 heads",
             ),
         )
@@ -530,7 +647,7 @@ CONTROLS = (
         OP[4:],
         "**weighing.keywords,",
         "**(weighing.keywords | dict(HEAD_TILE=256)),",
-        "sliding, 128 heads",
+        "all entries, 128 heads, ratio 128",
         stage="compile",
     ),
 )
