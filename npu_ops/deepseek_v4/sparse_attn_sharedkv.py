@@ -8,8 +8,8 @@
                                  that lie one behind the other: a run is a piece of a page
     collect      vector cores    rows that come in no such runs (chosen entries, slots, small pages)
                                  one behind the other, two in one copy, and their runs
-    attend       cube + vector   all of it for a tile of heads, each key read once; where there are
-                                 tiles for all cores
+    attend       cube + vector   all of it for a tile of heads, each key read once; of few keys,
+                                 where there are tiles for all cores
     weigh        cube + vector   else: scores [T, K, N], and m and l of each part of the keys; few
                                  tokens are spread over the cores by their keys
     accumulate   cube + vector   exp(z - m) key over all keys in L0C; nothing is rescaled
@@ -40,6 +40,7 @@ from ..sparse_attention.sparse_flash_attention import pair, placed
 SPAN = tl.constexpr(128)  # rows of a run at most; every key tile divides it
 HEAD = tl.constexpr(8)
 LANES = tl.constexpr(8)
+MOST = 3 * 128  # keys that a token may see, where one pass is quicker by both models of time
 # of the first half: what a token sees; the number of its runs is at NEAR_RUNS + whether of entries
 REQUEST, BEGIN, LIMIT, CLOSED, FIRST_ROW, FIRST_ENTRY, NEAR_RUNS = (
     tl.constexpr(i) for i in range(7)
@@ -857,12 +858,15 @@ class Seen:
         )
 
 
-def _attending(rows: int, heads: int, size: int) -> tune.Config | None:
-    """The tile of `attend`; None where two passes are quicker: heads that fill no tile, and fewer
-    tiles than cores, whose keys are spread."""
+def _attending(sees: Seen, heads: int, size: int) -> tune.Config | None:
+    """The tile of `attend`; None where two passes are quicker: many keys, whose part of the output
+    leaves the cube tile by tile; heads that fill no tile; and fewer tiles than cores, whose keys
+    are spread."""
     kernel = "sparse_attn_sharedkv.attend"
     whole = [config for config in tune.TABLE[kernel] if heads % config.tiles["HEAD_TILE"] == 0]
-    if not whole or rows * heads // whole[0].tiles["HEAD_TILE"] < tiling.A3.cube_cores:
+    if sees.near.count + sees.far.count > MOST or not whole:
+        return None
+    if sees.rows * heads // whole[0].tiles["HEAD_TILE"] < tiling.A3.cube_cores:
         return None
     return tune.choose(kernel, whole, size)
 
@@ -896,7 +900,7 @@ def forward(
         note[(min(rows, cores.vector()),)](
             **sees.noting, **tune.only("sparse_attn_sharedkv.note").keywords
         )
-    attending = _attending(rows, heads, size)
+    attending = _attending(sees, heads, size)
     weighing = two_passes.weighing("sparse_attn_sharedkv", heads, size)
     head_tile, key_tile = weighing.tiles["HEAD_TILE"], weighing.tiles["KEY_TILE"]
     padded, wide = tiling.up(heads, head_tile), (half - HEAD.value) * span

@@ -294,11 +294,11 @@ CASES = (
         "TND, sums that fall, beyond the tokens",
         with_(packed("TND", 8, size=64), cu_seqlens_q=_sums([-(2**31), 6, 2, 2**31 - 1])),
     ),
-    # tiles of heads for all cores: one pass
+    # few keys, and tiles of heads for all cores: one pass
     Case(OP, "all cores, 64 heads", paged([300, 1, 131], 4, 64)),
-    Case(OP, "all cores, all entries", paged([300, 1, 2067], 8, 32, 4)),
+    Case(OP, "all cores, all entries", paged([300, 1, 500], 8, 32, 4)),
     Case(OP, "all cores, chosen, 16 heads", paged([300, 3, 2067], 8, 16, 4, 96)),
-    Case(OP, "all cores, chosen, 128 heads", paged([300, 2067], 3, 128, 4, 512, size=64)),
+    Case(OP, "all cores, chosen, 128 heads", paged([300, 2067], 3, 128, 4, 96, size=64)),
     Case(
         OP,
         "all cores, a window of 300",
@@ -313,7 +313,7 @@ CASES = (
     Case(
         OP,
         "all cores, absent pages",
-        lambda x: _absent_pages(paged([300, 140, 270], 8, 32, 1, **SMALL)(x)),
+        lambda x: _absent_pages(paged([300, 140, 270], 8, 32, 4, **SMALL)(x)),
     ),
     Case(
         OP,
