@@ -148,6 +148,10 @@ def _deepseek_v4() -> Iterator[Choice]:
     given |= dict(seqused_kv=_whole(1), ori_win_left=127, cmp_ratio=0, layout_kv="PA_ND")
     for kernel in ("weigh", "accumulate"):
         yield Choice("sparse_attn_sharedkv", "forward", given, kernel, dict(HEAD_TILE=32))
+    # a tile a core fills the machine
+    for tokens, kernel in ((24, "attend"), (23, "weigh")):
+        filling = given | dict(q=_t(1, tokens, 32, 64))
+        yield Choice("sparse_attn_sharedkv", "forward", filling, kernel, dict(HEAD_TILE=32))
 
     weight = _t(128, 256)
     given = dict(x=_t(1, 4, 256), wkv=weight, wgate=weight, ape=_t(4, 128), norm_weight=_t(128))
