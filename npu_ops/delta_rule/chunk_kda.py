@@ -73,14 +73,6 @@ def _here(before, chunks, since, most):
 
 
 @triton.jit
-def _touched(before, chunks, count, since, most):
-    """Whether a walk has anything to do: `count` chunks, or the state of an empty sequence, which
-    two rounds may move.  Behind the last chunk there is no other round."""
-    empty = (chunks == 0) & (before >= since) & (before <= since + most)
-    return (count > 0) | empty
-
-
-@triton.jit
 def _logarithm(x, rate, lower_bound, GATE: tl.constexpr):
     """The decay's, not below that of what is 0 in float32."""
     if GATE == 1:
@@ -190,7 +182,6 @@ def factors(
     and scale q."""
     row = tl.arange(0, ROWS)
     f = row.to(tl.float32)  # which the vector unit compares as they are
-    c = tl.arange(0, CHUNK)[:, None]
     d = tl.arange(0, KEY)
     one = tl.zeros((1,), tl.int32)  # a scalar of the vector unit
     turn = tl.program_id(0)
@@ -214,7 +205,7 @@ def factors(
             rate = tl.exp(rate)[:, None]
             running = tl.zeros((1, KEY), tl.float32)
             # a tile that is the same in every turn would stay in UB
-            rest = tl.broadcast_to(first.to(tl.float32) * 0.0, (CHUNK, KEY))
+            rest = tl.broadcast_to(first.to(tl.float32) * 0.0, (CHUNK - ROWS, KEY))
             for part in range(0, CHUNK, ROWS):
                 i = part + row
                 there = (i < size - first)[:, None]
@@ -251,11 +242,10 @@ def factors(
                 tile = place * (CHUNK * CHUNK) + part + row[None]
                 tl.store(seen + tile + i[:, None] * CHUNK, on_q.to(seen.dtype.element_ty))
                 tl.store(alike + tile + i[:, None] * CHUNK, on_k)
-                behind = c < CHUNK - ROWS - part
-                nothing = tile + (part + ROWS + c) * CHUNK
-                zeros = tl.zeros((CHUNK, ROWS), seen.dtype.element_ty)
-                tl.store(seen + nothing, zeros, mask=behind)
-                tl.store(alike + nothing, tl.zeros((CHUNK, ROWS), tl.float32), mask=behind)
+                for behind in range(part + ROWS, CHUNK, ROWS):
+                    nothing = tile + (behind + row)[:, None] * CHUNK
+                    tl.store(seen + nothing, tl.zeros((ROWS, ROWS), seen.dtype.element_ty))
+                    tl.store(alike + nothing, tl.zeros((ROWS, ROWS), tl.float32))
                 # a pair of two parts: exp(G_i - G_part) exp(G_part - G_j), and neither is above 1
                 half = to.upper.dtype.element_ty
                 growth = tl.exp(since)
@@ -272,22 +262,26 @@ def factors(
                 tl.store(to.keys + beside, k_far.to(half))
                 # exp(G_end - G_j) k_j of this part, and of those before it
                 faded = k_tile * tl.exp(gained - since)
-                rest = insert_slice(rest, faded, (part, 0), (ROWS, KEY), (1, 1))
+                for last in range(CHUNK - ROWS, part + 1):  # once, or not
+                    at = (place * CHUNK + last + row)[:, None] * KEY + d[None]
+                    tl.store(to.left + at, faded.to(half))
                 fade = tl.exp(gained)
                 for earlier in range(0, part, ROWS):
-                    faded = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1)) * fade
-                    rest = insert_slice(rest, faded, (earlier, 0), (ROWS, KEY), (1, 1))
+                    decayed = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1)) * fade
+                    rest = insert_slice(rest, decayed, (earlier, 0), (ROWS, KEY), (1, 1))
+                for here in range(part, CHUNK - ROWS, CHUNK):  # once, or not
+                    rest = insert_slice(rest, faded, (here, 0), (ROWS, KEY), (1, 1))
                 # of the last part `left`
                 so_far = place * (2 * CHUNK) + (part // ROWS) * (part + ROWS) // 2
                 for earlier in range(0, tl.where(part < CHUNK - ROWS, part + ROWS, 0), ROWS):
-                    faded = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1))
+                    known = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1))
                     at = (so_far + earlier + row)[:, None] * KEY + d[None]
-                    tl.store(to.lower + at, faded.to(half))
+                    tl.store(to.lower + at, known.to(half))
                 running += gained
-            for earlier in range(0, CHUNK, ROWS):
-                faded = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1))
+            for earlier in range(0, CHUNK - ROWS, ROWS):
+                known = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1))
                 at = (place * CHUNK + earlier + row)[:, None] * KEY + d[None]
-                tl.store(to.left + at, faded.to(to.left.dtype.element_ty))
+                tl.store(to.left + at, known.to(to.left.dtype.element_ty))
             tl.store(to.fades + place * KEY + d[None], tl.exp(running))
         turn = ((turn - count * value_heads) % turns + turns) % turns
         end = start + size
@@ -456,7 +450,8 @@ def walk(
         low, count = _here(before, chunks, since, most)
         of_first = tl.where(low == 0, n, came)
         of_last = tl.where(low + count == chunks, n, goes)
-        works = tl.where(_touched(before, chunks, count, since, most), value_heads * TILES, 0)
+        # the state of an empty sequence stays where it is
+        works = tl.where(count > 0, value_heads * TILES, 0)
         for work in range(turn, works, turns):
             head = work // TILES
             column = work % TILES * VALUE_TILE + c

@@ -49,7 +49,7 @@ from ..common import cores, entry, tiling, tune, tuples
 from ..common.front_end import extract_slice
 from ..common.rates import of_beta, rate_of
 from . import chunk_kda
-from .chunk_kda import CHUNK, _here, _logarithm, _sequence, _touched
+from .chunk_kda import CHUNK, _here, _logarithm, _sequence
 
 unsupported = chunk_kda.unsupported
 
@@ -57,6 +57,14 @@ _PART = 8192  # elements of a part of a state that UB holds, with what is made o
 # value heads of a round with all chunks; fewer leave more cores idle than it costs to go through
 # the chunks twice
 _FEWEST = 4
+
+
+@triton.jit
+def _touched(before, chunks, count, since, most):
+    """Whether a walk has anything to do: `count` chunks, or the state of an empty sequence, which
+    two rounds may move.  Behind the last chunk there is no other round."""
+    empty = (chunks == 0) & (before >= since) & (before <= since + most)
+    return (count > 0) | empty
 
 
 @entry.jit(do_not_specialize=["sequences", "length", "tokens"])

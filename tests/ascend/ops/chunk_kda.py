@@ -273,18 +273,4 @@ CONTROLS = (
         "pass",
         "two chunks a round, a batch",
     ),
-    Control(
-        "the state of an empty sequence left alone",
-        KERNEL,
-        "return (count > 0) | empty",
-        "return (count > 0) | (empty & (count > 0))",
-        "packed, tokens before and behind",
-    ),
-    Control(
-        "the state of an empty sequence behind all chunks",
-        KERNEL,
-        "before <= since + most",
-        "before < since + most",
-        "48 x 16, scale given, int64, none behind",
-    ),
 )

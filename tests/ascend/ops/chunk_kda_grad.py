@@ -216,4 +216,18 @@ CONTROLS = (
         "gained = tl.load(of_log + at)",
         "two chunks and a part",
     ),
+    Control(
+        "the state of an empty sequence left alone",
+        KERNEL,
+        "return (count > 0) | empty",
+        "return (count > 0) | (empty & (count > 0))",
+        "packed, tokens before and behind",
+    ),
+    Control(
+        "the state of an empty sequence behind all chunks",
+        KERNEL,
+        "before <= since + most",
+        "before < since + most",
+        "values of 48, none behind",
+    ),
 )
