@@ -30,6 +30,29 @@ RAGGED = dict(disguises=[], layouts=("BSND", "BSND"), spare=0, mode=0)
 
 # what python -m tests.fuzz has found
 FOUND = [
+    # no heads: divided by their number
+    (
+        "illegal",
+        dict(
+            op="npu_block_indexer",
+            seed=100493312,
+            dtype="float64",
+            disguises=[],
+            rows=[1],
+            keys=[1],
+            spare=0,
+            shared=1,
+            n=0,
+            d=0,
+            k=1,
+            block=1,
+            page=48,
+            own=False,
+            counts=False,
+            sinks=False,
+            forced=(1, 1),
+        ),
+    ),
     # sparse_block_size=2**31: gathered as many positions
     (
         "illegal",

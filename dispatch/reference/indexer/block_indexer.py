@@ -31,7 +31,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     values = torch.zeros(shape, dtype=wide, device=query.device)
     for request in range(keys.length.shape[0]):
         seeing = torch.nonzero((rows.request == request) & (rows.limit > 0)).flatten()
-        if not len(seeing):
+        if not (len(seeing) and heads):
             continue
         reach = int(rows.limit[seeing].max())
         block = packed.block_within(x["block_size"], reach)
