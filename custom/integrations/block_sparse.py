@@ -375,11 +375,8 @@ def attention_forward(of: _Model, page_size: int, drafts: int) -> Callable[..., 
         x, cos, sin = (found.gathered(each) for each in (hidden_states, cos, sin))
         if layer is None:
             layer = taken(None, self, x, cos.shape[-1])
-        elif found.documents:
-            raise NotSupported(
-                f"{WHERE} serves documents packed in a row without a cache, and `cache` "
-                "is given. Pass use_cache=False."
-            )
+        else:
+            found.refuse_documents()
         pools = layer.append(tokens)
         layer.valid = found.valid
         angles = getattr(layer.caches.layers[0], "angles", None)

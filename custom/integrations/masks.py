@@ -49,6 +49,14 @@ class Texts:
         out: Tensor = flat[:rows].unflatten(0, (-1, tokens))
         return out
 
+    def refuse_documents(self) -> None:
+        """Those of a pass with a cache, which has a text a row."""
+        if self.documents:
+            raise NotSupported(
+                f"{WHERE} serves documents packed in a row without a cache, and `cache` "
+                "is given. Pass use_cache=False."
+            )
+
     def vouched(self, x: Tensor) -> Tensor:
         """NaN in a pass of a graph whose mask turns out to be another; the first layer asks."""
         right, self.unread = self.unread, None

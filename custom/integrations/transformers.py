@@ -206,11 +206,8 @@ def _attention_forward(weight_format: str | None, page_size: int) -> Callable[..
         x, cos, sin = (found.gathered(each) for each in (hidden_states, cos, sin))
         if layer is None:
             layer = _paged_layer(None, self, x, page_size)
-        elif found.documents:
-            raise NotSupported(
-                f"{WHERE} serves documents packed in a row without a cache, and `cache` "
-                "is given. Pass use_cache=False."
-            )
+        else:
+            found.refuse_documents()
         pools = layer.append(tokens)
         layer.valid = found.valid
         chosen = None if prev_topk_indices is None else found.gathered(prev_topk_indices)
