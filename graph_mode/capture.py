@@ -266,7 +266,9 @@ def _recorded(
         graph = device.CUDAGraph() if kind == "cuda" else device.NPUGraph()
         # an NPU's take no mode; torch leaves its stream the current one where a capture fails
         mode = dict(capture_error_mode="thread_local") if kind == "cuda" else {}
-        with _ONE_AT_A_TIME, _in_words(), device.stream(here), device.graph(graph, **mode):
+        # torch's own stream for captures is of the device that a process captured on first
+        captured = device.graph(graph, stream=side, **mode)
+        with _ONE_AT_A_TIME, _in_words(), device.stream(here), captured:
             outputs = fn(*args)
     finally:
         keep.restore()

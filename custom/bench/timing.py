@@ -79,7 +79,7 @@ def _replay(calls: Sequence[Call], device: torch.device, seconds: float) -> Time
     # enough calls in a graph that its own launch does not count
     rounds = max(1, min(16, int(1500 / max(once, 1.0)) // len(calls)))
     graph = api.CUDAGraph() if device.type == "cuda" else api.NPUGraph()
-    with api.graph(graph):
+    with api.graph(graph, stream=side):
         for _ in range(rounds):
             for call in calls:
                 call()

@@ -378,6 +378,16 @@ def test_two_caches_of_one_pool_on_a_device(device):
     assert pool.mean(1).tolist() == [2, 3]
 
 
+def test_capture_on_every_device(device):
+    if device.type == "cpu" or getattr(torch, device.type).device_count() < 2:
+        pytest.skip("needs two devices")
+    places = [torch.device(device.type, number) for number in range(2)]
+    double = [capture(torch.add, *[torch.ones(3, device=place)] * 2) for place in places]
+    for number, (place, replayed) in enumerate(zip(places, double, strict=True)):
+        x = torch.full((3,), 1.0 + number, device=place)
+        assert replayed(x, x).tolist() == [2.0 + 2 * number] * 3
+
+
 def test_capture_refuses_a_cpu():
     with pytest.raises(custom.NotSupported, match="expected cuda or npu"):
         capture(torch.neg, torch.ones(2))

@@ -23,6 +23,7 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 from custom.integrations.drafts import verification  # noqa: E402
 from custom.integrations.transformers import sparse_attention_weights, use  # noqa: E402
 
+from ..support.kernels import capturing  # noqa: E402
 from ..support.models import (  # noqa: E402
     NEW,
     SHARING,
@@ -276,7 +277,7 @@ def test_a_decode_step_in_a_graph(name, device):
         for layer, (tokens, valid) in zip(whole.layers, before, strict=True):
             layer.tokens, layer.valid = tokens, valid
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(graph):
+        with capturing(graph, device):
             got = model(token, **step).logits
         graph.replay()
         torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)

@@ -94,6 +94,12 @@ def start(target, size: int, store, *more):
     return pipes, processes
 
 
+def test_what_ranks_are_forked_from_asks_nothing_of_cuda():
+    """CUDA cannot be used in a process whose parent asked it anything."""
+    script = "import torch; torch.cuda.is_available = torch.cuda._lazy_init = None"
+    subprocess.run([sys.executable, "-c", f"{script}; import tests.parallel.checks"], check=True)
+
+
 class Ranks:
     """Processes of one group, which run checks together."""
 

@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
@@ -23,13 +23,12 @@ hopper = pytest.mark.skipif(
 )
 
 
-def moved(x, device):
-    """A tensor on `device` with the strides it has, also where there is a gap behind each page."""
-    if not isinstance(x, Tensor) or device.type == "cpu":
-        return x
-    there = torch.empty(0, dtype=x.dtype, device=device)
-    storage = x.untyped_storage().to(device=device)
-    return there.set_(storage, x.storage_offset(), x.shape, x.stride())
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, device: torch.device = DEVICE) -> Iterator[None]:
+    """Into `graph`, on a stream of `device`: PyTorch's own stream is of the GPU that a process
+    captured on first."""
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
+        yield
 
 
 def replayed(device: torch.device, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -38,7 +37,7 @@ def replayed(device: torch.device, call: Callable[[], Any]) -> Callable[[], Any]
         pytest.skip("needs a GPU: there are no CUDA graphs elsewhere")
     call()  # compiles
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
+    with capturing(graph, device):
         out = call()
 
     def replay() -> Any:

@@ -10,8 +10,8 @@ from torch import Tensor
 import custom
 
 from .calls import runs_once
-from .kernels import INTERPRETED, moved
-from .ragged import limits
+from .kernels import INTERPRETED
+from .ragged import limits, moved
 
 D = 128
 OP = "npu_quant_lightning_indexer"

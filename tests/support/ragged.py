@@ -49,6 +49,15 @@ def ends_within(seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
+def moved(x: Any, device: torch.device) -> Any:
+    """A tensor on `device` with the strides it has, also where there is a gap behind each page."""
+    if not isinstance(x, Tensor) or device.type == "cpu":
+        return x
+    there = torch.empty(0, dtype=x.dtype, device=device)
+    storage = x.untyped_storage().to(device=device)
+    return there.set_(storage, x.storage_offset(), x.shape, x.stride())
+
+
 def ints(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device)
 

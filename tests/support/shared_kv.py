@@ -13,8 +13,7 @@ from torch import Tensor
 
 import custom
 
-from .kernels import moved
-from .ragged import ints, pack, unpack
+from .ragged import ints, moved, pack, unpack
 from .selected import attend
 
 LAYOUTS = [("BSND", "PA_ND"), ("TND", "PA_ND"), ("BSND", "BSND"), ("TND", "TND")]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...support.accuracy import assert_close_to_float64
-from ...support.kernels import DEVICE, INTERPRETED, ON_GPU, gpu, kernels
+from ...support.kernels import DEVICE, INTERPRETED, ON_GPU, capturing, gpu, kernels
 
 DTYPES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16,)
 
@@ -421,7 +421,7 @@ def test_a_graph_replays_with_other_lengths(size, path):
     made, options = case.tensors(torch.bfloat16), case.options()
     launch(made, options)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         replayed = launch(made, options)
     for ends_q, ends_k in (((0, 5, 890), (1, 400, 900)), ((899, 900, 900), (500, 500, 600))):
         options["cu_seqlens_q"][1:] = torch.tensor(ends_q, dtype=torch.int32)

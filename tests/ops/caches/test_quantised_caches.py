@@ -19,7 +19,8 @@ import custom
 from ...support import interpreted
 from ...support.calls import runs_once
 from ...support.eight_bits import quantised
-from ...support.kernels import INTERPRETED, moved
+from ...support.kernels import INTERPRETED
+from ...support.ragged import moved
 
 FORMATS = [("fp8", "ue8m0"), ("fp8", "fp32"), ("int8", "ue8m0")]
 # Triton's interpreter cuts floats off where it makes bf16 of them

@@ -18,7 +18,8 @@ from torch import Tensor
 import custom
 
 from ...support import deepseek_v4
-from ...support.kernels import moved, replayed
+from ...support.kernels import capturing, replayed
+from ...support.ragged import moved
 
 NAN = float("nan")
 SPEC = BY_NAME["npu_compressor"]
@@ -840,7 +841,7 @@ def test_a_graph_replays_with_other_lengths(device, precision):
     )
     custom.npu_compressor(**arguments)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
+    with capturing(graph, device):
         custom.npu_compressor(**arguments)
     for t in range(12):
         one.copy_(precision.of(x[None, t : t + 1]))

@@ -22,6 +22,7 @@ import custom
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
 from ...support.calls import runs_once
 from ...support.deepseek_v4 import CSA, HCA, Attention, pairs
+from ...support.kernels import capturing
 from ...support.layer_v4 import COFF, F64, PAGE, WIDE, drawn, table
 
 OP = "npu_sparse_attention_v4_pto"
@@ -746,7 +747,7 @@ def test_a_captured_step_whose_lengths_change(device, backend):
     eager = copy.deepcopy(given)
     getattr(custom, OP)(**copy.deepcopy(given))  # compiles
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
+    with capturing(graph, device):
         out = getattr(custom, OP)(**given)
     for step in range(5):
         for each in (given, eager):

@@ -15,7 +15,7 @@ import custom
 from ...support import interpreted
 from ...support.accuracy import assert_close_to_float64
 from ...support.delta_rule import Sequences, Step, moved
-from ...support.kernels import INTERPRETED, gpu, hopper
+from ...support.kernels import INTERPRETED, capturing, gpu, hopper
 
 pytest.importorskip("triton")
 
@@ -216,7 +216,7 @@ def test_graph_replays_with_other_slots_and_lengths():
         custom.npu_fused_sigmoid_gating_delta_rule_update(**x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         o = custom.npu_fused_sigmoid_gating_delta_rule_update(**x)
     for slots, lengths in [
         ((4, -1, 2), (1, 3, 0)),
@@ -304,7 +304,7 @@ def test_graph_of_chunks_replays_with_other_lengths():
     x = _prompt([60, 130, 5], behind=5)
     custom.npu_chunk_gated_delta_rule(**x)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         out, state = custom.npu_chunk_gated_delta_rule(**x)
     for lengths in ([200, 0, 0], [0, 64, 128], [70, 70, 60]):
         x["actual_seq_lengths"].copy_(torch.tensor(lengths))
@@ -321,7 +321,7 @@ def test_graph_of_chunks_gradients_replays_with_other_lengths():
     op = torch.ops.custom.npu_chunk_gated_delta_rule_grad
     op(**x)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         grads = op(**x)
     for lengths in ([200, 0, 0], [0, 64, 128], [70, 70, 60], [0, 0, 0]):
         x["actual_seq_lengths"].copy_(torch.tensor(lengths))

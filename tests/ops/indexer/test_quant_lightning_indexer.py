@@ -11,8 +11,9 @@ import torch
 import custom
 
 from ...support import interpreted
-from ...support.kernels import INTERPRETED, moved
+from ...support.kernels import INTERPRETED
 from ...support.quantised_indexer import D, Problem
+from ...support.ragged import moved
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])

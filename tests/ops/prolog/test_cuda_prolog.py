@@ -16,7 +16,7 @@ import torch
 from custom.cuda_ops.common import tiling
 
 from ...support.accuracy import assert_close_to_float64
-from ...support.kernels import DTYPES, INTERPRETED, ON_GPU, gpu, kernels
+from ...support.kernels import DTYPES, INTERPRETED, ON_GPU, capturing, gpu, kernels
 from ...support.layer import CACHES, OPS, P, formatted, launch, layer
 
 
@@ -245,7 +245,7 @@ def test_a_graph_replays_with_other_inputs(op):
     given = formatted(layer(7, 2, **sizes), torch.bfloat16, "nz")
     launch("cuda", op, given)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         replayed = launch("cuda", op, given)
     names = [name for name in given if not name.startswith(("w_", "gamma", "in_"))]
     for _ in range(2):

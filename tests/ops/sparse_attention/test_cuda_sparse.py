@@ -19,7 +19,15 @@ from custom.dispatch.registry import BY_NAME
 import custom
 
 from ...support import interpreted
-from ...support.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, gpu, kernels
+from ...support.kernels import (
+    DEVICE,
+    DTYPES,
+    INTERPRETED,
+    ON_GPU,
+    capturing,
+    gpu,
+    kernels,
+)
 from ...support.stages import (
     KINDS,
     arguments,
@@ -381,7 +389,7 @@ def test_graph_replays_with_other_lengths_and_tables(heads, rows):
 
     both()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         out, indices, values = both()
     for lengths in (16384, 5000, 9, 0):
         for values_ in every:

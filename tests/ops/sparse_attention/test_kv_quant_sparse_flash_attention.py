@@ -14,8 +14,8 @@ import custom
 
 from ...support import interpreted
 from ...support.calls import runs_once
-from ...support.kernels import INTERPRETED, ON_GPU, moved
-from ...support.ragged import limits
+from ...support.kernels import INTERPRETED, ON_GPU
+from ...support.ragged import limits, moved
 
 OP = "npu_kv_quant_sparse_flash_attention"
 NUMPY = {"nope_scale_rope": (528, 512), "nope_rope_scale": (512, 640)}
