@@ -413,7 +413,9 @@ class _Recorder(Mode):
         return len(self._starts)
 
     def _slot(self, tensor: Tensor) -> int:
-        self._slots[storage_of(tensor)] = self.slots
+        # of several in one storage any will do, but one without elements begins nowhere
+        if tensor.numel() or storage_of(tensor) not in self._slots:
+            self._slots[storage_of(tensor)] = self.slots
         self._starts.append(tensor.data_ptr())
         self._dtypes.append(tensor.dtype)
         return self.slots - 1
@@ -422,7 +424,8 @@ class _Recorder(Mode):
         slot = self._slots.get(storage_of(tensor))
         if slot is None or (of_one_dtype and self._dtypes[slot] != tensor.dtype):
             raise _NoPlan
-        offset = tensor.data_ptr() - self._starts[slot]
+        # PyTorch's address of a tensor without elements is 0
+        offset = tensor.data_ptr() - self._starts[slot] if tensor.numel() else 0
         return _Place(slot, offset, tuple(tensor.shape), tensor.stride())
 
     def _placed(self, args: Any) -> Any:

@@ -343,10 +343,16 @@ def test_a_mistake_is_found_and_made_small(monkeypatch):
     op, check = "npu_sparse_flash_attention", CHECKS["legal"]
     drawn = (draw(op, number, 0, ["float32"]) for number in range(100))
     case = next(case for case in drawn if outcome(check, case)[0] == "failed")
-    small, error = shrunk(check, case)
+    small, error = shrunk(check, case, outcome(check, case)[1])
     assert outcome(check, small)[0] == "failed" and str(error)
     assert sum(small["rows"]) <= sum(case["rows"]) and small["n"] == 1
     assert len(small["disguises"]) <= 1
+
+
+def test_a_mistake_that_does_not_come_back_is_reported_as_it_came():
+    came = ValueError("by chance")
+    case = draw("npu_hadamard", 0, 0, ["float32"])
+    assert shrunk(lambda _: "right", case, came) == (case, came)
 
 
 def test_a_refusal_that_says_nothing_is_found(monkeypatch):

@@ -56,7 +56,7 @@ def run(
             if not alive(where):
                 return counts, found | {LOST: _line(which, case, error)}
             if name not in found and name not in known:
-                found[name] = _line(which, *shrunk(check, case, end))
+                found[name] = _line(which, *shrunk(check, case, error, end))
                 if not alive(where):
                     return counts, found | {LOST: _line(which, case, error)}
     return counts, found

@@ -665,6 +665,33 @@ def test_a_plan_repeats_operators_and_cuts_results():
         assert torch.equal(ours, wanted) and ours.stride() == wanted.stride()
 
 
+@pytest.mark.parametrize("first", ["empty", "whole"])
+def test_a_plan_takes_parts_without_elements(first):
+    """Their address is 0, wherever their memory lies."""
+    order = {"empty": ("b", "a"), "whole": ("a", "b")}[first]
+    seen = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *x, **_: seen.append([each.data_ptr() for each in x])
+
+    def launcher(**x: Tensor) -> None:
+        launches.kernel(Kernel(), 1)(x["a"], x["a"][:, 4:], x["b"], x["a"][:, 1:3])
+
+    def call() -> dict[str, Any]:
+        rows = torch.zeros(2, 4)
+        each = dict(a=rows, b=rows[:, :0])
+        return {name: each[name] for name in order}
+
+    _, plan = launches.record(launcher, lambda _, kwargs: kwargs, (), call())
+    assert plan is not None
+    for _ in range(2):
+        given = call()
+        plan([*given.values()])
+        start = given["a"].data_ptr()
+        assert seen[-1] == [start, 0, 0, start + 4]
+
+
 def test_a_plan_repeats_operators_that_copy_where_they_must():
     """As launchers call them: below autograd a mode sees `to` and `reshape` themselves."""
 
