@@ -516,6 +516,11 @@ def test_debug_finds_states_written_twice():
     # read twice is right, and so are slots that do not exist
     run(UPDATE, initial_state_indices=twice, disable_state_update=True)
     run(UPDATE, initial_state_indices=torch.tensor([99, 99]))
+    good = of(UPDATE)
+    packed = {n: good[n].flatten(0, 1)[None] for n in ("q", "k", "v", "a", "b")}
+    tokens = packed["q"].shape[1]
+    # as engines pad a captured batch: a request without tokens keeps what it had
+    run(UPDATE, **packed, cu_seqlens=torch.tensor([0, tokens, tokens]), initial_state_indices=twice)
     with pytest.raises(ValueError, match="`intermediate_state_indices` names a slot twice"):
         run(
             UPDATE,

@@ -77,10 +77,16 @@ def indices(c: Checker, name: str, tensor: Tensor | None) -> None:
         c.contiguous(**{name: tensor})
 
 
-def distinct(c: Checker, name: str, tensor: Tensor, rows: int) -> None:
-    """Where values are known: no two sequences write the same row."""
-    if known(tensor):
-        live = tensor[(tensor >= 0) & (tensor < rows)]
+def distinct(
+    c: Checker, name: str, tensor: Tensor, rows: int, starts: Tensor | None = None
+) -> None:
+    """Where values are known: no two sequences write the same row.  One without tokens, as `starts`
+    says, writes none: engines leave there what they had."""
+    if known(tensor) and (starts is None or known(starts)):
+        live = (tensor >= 0) & (tensor < rows)
+        if starts is not None:
+            live &= (starts.diff() > 0).view(-1, *[1] * (tensor.ndim - 1)).to(live.device)
+        live = tensor[live]
         c.require(
             live.unique().numel() == live.numel(),
             f"`{name}` names a slot twice: which state remains is undefined.",

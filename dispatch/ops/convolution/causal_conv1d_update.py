@@ -67,7 +67,9 @@ def check(**a: Unpack[Arguments]) -> None:
     if conv_state_indices is None:
         convolutions.enough(c, "conv_states", "slots", c.sizes["slots"], c.sizes["N"])
     elif not disable_state_update:
-        convolutions.distinct(c, "conv_state_indices", conv_state_indices, c.sizes["slots"])
+        convolutions.distinct(
+            c, "conv_state_indices", conv_state_indices, c.sizes["slots"], query_start_loc
+        )
     convolutions.accepted(c, num_accepted_tokens, conv_state_indices, -1, a["pad_slot_id"])
     if num_accepted_tokens is not None and query_start_loc is None and not disable_state_update:
         convolutions.enough(
@@ -75,7 +77,7 @@ def check(**a: Unpack[Arguments]) -> None:
         )
     _check_verification(
         c,
-        query_start_loc is not None,
+        query_start_loc,
         disable_state_update,
         a["intermediate_conv_window"],
         a["intermediate_state_indices"],
@@ -85,7 +87,7 @@ def check(**a: Unpack[Arguments]) -> None:
 
 def _check_verification(
     c: Checker,
-    varlen: bool,
+    query_start_loc: Tensor | None,
     disable_state_update: bool,
     intermediate_conv_window: Tensor | None,
     intermediate_state_indices: Tensor | None,
@@ -103,9 +105,13 @@ def _check_verification(
         )
         convolutions.indices(c, "intermediate_state_indices", intermediate_state_indices)
         convolutions.distinct(
-            c, "intermediate_state_indices", intermediate_state_indices, c.sizes["rows"]
+            c,
+            "intermediate_state_indices",
+            intermediate_state_indices,
+            c.sizes["rows"],
+            query_start_loc,
         )
-        if not varlen:
+        if query_start_loc is None:
             convolutions.enough(
                 c, "intermediate_conv_window", "steps", c.sizes["steps"], c.sizes["S"]
             )
@@ -113,7 +119,7 @@ def _check_verification(
         c.integer("retrieve_parent_token", retrieve_parent_token)
         c.shape("retrieve_parent_token", retrieve_parent_token, "N columns")
         c.contiguous(retrieve_parent_token=retrieve_parent_token)
-        if not varlen:
+        if query_start_loc is None:
             convolutions.enough(
                 c, "retrieve_parent_token", "columns", c.sizes["columns"], c.sizes["S"]
             )

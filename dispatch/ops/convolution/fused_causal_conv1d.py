@@ -103,12 +103,13 @@ def inputs(c: Checker, a: Arguments) -> None:
         a["conv_mode"] != "pangu" or num_computed_tokens is not None,
         '`conv_mode` is "pangu" and `num_computed_tokens` is None, expected [N]. Pass them.',
     )
-    _check_lines(c, a["cache_indices"], num_computed_tokens, a["block_size"], blocks)
+    _check_lines(c, a["cache_indices"], packed, num_computed_tokens, a["block_size"], blocks)
 
 
 def _check_lines(
     c: Checker,
     cache_indices: Tensor | None,
+    starts: Tensor | None,
     computed: Tensor | None,
     block_size: int | None,
     blocks: dict[str, Tensor | None],
@@ -138,7 +139,7 @@ def _check_lines(
         c.contiguous(cache_indices=cache_indices)
     else:
         convolutions.indices(c, "cache_indices", cache_indices)
-    convolutions.distinct(c, "cache_indices", cache_indices, c.sizes["slots"])
+    convolutions.distinct(c, "cache_indices", cache_indices, c.sizes["slots"], starts)
 
 
 def fake(x: Tensor, **_: Any) -> Tensor:

@@ -17,8 +17,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ...values import known
-from ..common import delta_rules
+from ..common import convolutions, delta_rules
 
 SCHEMA = (
     "npu_fused_sigmoid_gating_delta_rule_update(Tensor A_log, Tensor a, Tensor dt_bias,"
@@ -93,11 +92,13 @@ def check(**x: Unpack[Arguments]) -> None:
     last = "K V" if x["state_layout"] == "kv" else "V K"
     pool_of_states(c, "initial_state_source", x["initial_state_source"], f"slots HV {last}")
     if not x["disable_state_update"]:
-        _check_distinct(c, "initial_state_indices", initial_state_indices, c.sizes["slots"])
+        convolutions.distinct(
+            c, "initial_state_indices", initial_state_indices, c.sizes["slots"], cu_seqlens
+        )
     _check_verification(
         c,
         last,
-        cu_seqlens is not None,
+        cu_seqlens,
         x["intermediate_states"],
         intermediate_state_indices,
         retrieve_parent_token,
@@ -129,16 +130,6 @@ def _check_sequences(c: Checker, cu_seqlens: Tensor | None, indices: Tensor) -> 
     c.shape("initial_state_indices", indices, "N")
 
 
-def _check_distinct(c: Checker, name: str, indices: Tensor, rows: int) -> None:
-    """Where values are known: no two sequences write the same row."""
-    if known(indices):
-        live = indices[(indices >= 0) & (indices < rows)]
-        c.require(
-            live.unique().numel() == live.numel(),
-            f"`{name}` names a slot twice: which state remains is undefined.",
-        )
-
-
 def pool_of_states(c: Checker, name: str, pool: Tensor, wanted: str) -> None:
     """The leading dimensions have any stride, a state lies in one piece."""
     c.floating(name, pool)
@@ -160,7 +151,7 @@ def pool_of_states(c: Checker, name: str, pool: Tensor, wanted: str) -> None:
 def _check_verification(
     c: Checker,
     last: str,
-    varlen: bool,
+    cu_seqlens: Tensor | None,
     intermediate_states: Tensor | None,
     intermediate_state_indices: Tensor | None,
     retrieve_parent_token: Tensor | None,
@@ -174,15 +165,19 @@ def _check_verification(
         pool_of_states(c, "intermediate_states", intermediate_states, f"rows steps HV {last}")
         c.integer("intermediate_state_indices", intermediate_state_indices)
         c.shape("intermediate_state_indices", intermediate_state_indices, "N")
-        _check_distinct(
-            c, "intermediate_state_indices", intermediate_state_indices, c.sizes["rows"]
+        convolutions.distinct(
+            c,
+            "intermediate_state_indices",
+            intermediate_state_indices,
+            c.sizes["rows"],
+            cu_seqlens,
         )
-        if not varlen:
+        if cu_seqlens is None:
             c.at_least("steps of `intermediate_states`", c.sizes["steps"], c.sizes["T"])
     if retrieve_parent_token is not None:
         c.integer("retrieve_parent_token", retrieve_parent_token)
         c.shape("retrieve_parent_token", retrieve_parent_token, "N columns")
-        if not varlen:
+        if cu_seqlens is None:
             c.at_least("columns of `retrieve_parent_token`", c.sizes["columns"], c.sizes["T"])
 
 

@@ -232,3 +232,16 @@ def test_debug_finds_states_written_twice(monkeypatch):
     with pytest.raises(ValueError, match="`conv_state_indices` names a slot twice"):
         custom.npu_causal_conv1d_update(**good)
     custom.npu_causal_conv1d_update(**(good | dict(disable_state_update=True)))
+
+
+def test_a_request_without_tokens_may_keep_another_s_slot(monkeypatch, device):
+    """As engines pad a captured batch."""
+    monkeypatch.setattr(custom.config, "debug", True)
+    drawn = Step(slots=(3, 1, 3), S=2, starts=(0, 1, 2, 2)).arguments()
+    both = []
+    for slots in (3, 1, 3), (3, 1, -1):
+        case = Step(slots=slots, S=2, starts=(0, 1, 2, 2))
+        x = case.moved(drawn | dict(conv_state_indices=torch.tensor(slots)), torch.float16, device)
+        both.append((custom.npu_causal_conv1d_update(**x), x["conv_states"]))
+    for got, wanted in zip(*both, strict=True):
+        assert torch.equal(got, wanted)

@@ -243,3 +243,7 @@ def test_debug_finds_states_written_twice(monkeypatch):
     monkeypatch.setattr(custom.config, "debug", True)
     with pytest.raises(ValueError, match="`cache_indices` names a slot twice"):
         custom.npu_fused_causal_conv1d(**(GOOD | dict(cache_indices=torch.tensor([1, 1, 0]))))
+    empty = GOOD["query_start_loc"].clone()
+    empty[1] = empty[0]
+    twice = dict(cache_indices=torch.tensor([1, 1, 0]), query_start_loc=empty)
+    custom.npu_fused_causal_conv1d(**(GOOD | twice))
