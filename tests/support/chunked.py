@@ -46,7 +46,9 @@ class Chunked:
         want, want_state = self.reference(**case.moved(plain, torch.float64, "cpu"))
         rounded, rounded_state = self.in_dtype(plain, dtype)
         assert_close_to_float64("out", out, rounded, want)
-        assert_close_to_float64("state", state, rounded_state, want_state)
+        # what a chunk adds to a state is rounded to the dtype of the products once
+        step = torch.finfo(dtype).eps / 2 * float(want_state.abs().max()) if state.numel() else 0.0
+        assert_close_to_float64("state", state, rounded_state, want_state, beyond=step)
         assert state.dtype is (case.state or torch.float32)
 
     def assert_near(

@@ -64,7 +64,7 @@ def left(log: str) -> tuple[list[str], int]:
 
 def main(path: str) -> int:
     log = Path(path).read_text()
-    summary = re.search(r"RACECHECK SUMMARY: (\d+) hazards displayed \((\d+) errors", log)
+    summary = re.search(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?", log)
     if summary is None:
         print(f"{path} has no summary: the run did not end")
         return 1

@@ -209,11 +209,13 @@ def test_a_racecheck_log_is_judged_by_its_pairs(file, kernel, text, tmp_path):
     assert {source[line - 1].strip() for line in calls} == {text}
 
     def judged(read, write, errors=1):
+        many = "" if errors == 1 else "s"
+        counted = f"{errors} hazard{many} displayed ({errors} error{many}"
         (tmp_path / "log").write_text(
             f"""========= COMPUTE-SANITIZER
 ========= Error: Race reported between Read access at {kernel}+0x1 in {file}:{read}
 =========     and Write access at {kernel}+0x2 in {file}:{write} [66 hazards]
-========= RACECHECK SUMMARY: 1 hazards displayed ({errors} errors, 0 warnings)
+========= RACECHECK SUMMARY: {counted}, 0 warnings)
 """
         )
         return racecheck.main(str(tmp_path / "log"))

@@ -90,13 +90,18 @@ class Problem:
         return self.packed.unpack(out), self.packed.unpack(lse.squeeze(-1))
 
     def terms(self) -> float:
-        """The largest sum of a logit's terms, without their signs."""
-        parts = [(self.query, self.key), (self.query_rope, self.key_rope)]
-        sums = (
-            sum(q[i].abs() @ k[i].abs().mT for q, k in parts[: 1 + self.rope])
-            for i in range(len(self.rows))
-        )
-        return SCALE * max(float(x.max()) for x in sums if x.numel())
+        """The largest sum of a logit's terms without their signs, and of what a GPU's adder has
+        after every 16 of them: it cuts off instead of rounding."""
+        most = 0.0
+        for i in range(len(self.rows)):
+            q, k = self.query[i], self.key[i]
+            if self.rope:
+                q = torch.cat([q, self.query_rope[i]], -1)
+                k = torch.cat([k, self.key_rope[i]], -1)
+            each = q[..., None, :] * k  # of every key
+            sums = each.cumsum(-1)[..., 15::16].abs().sum(-1) + each.abs().sum(-1)
+            most = max(most, float(sums.max()) if sums.numel() else 0.0)
+        return SCALE * most
 
     def solved(self, mode: int, window: int | None, dtype: torch.dtype):
         """(out [rows, N, D], lse [rows, N]) of all requests, evaluated in `dtype`."""
