@@ -5,9 +5,9 @@
     score[n, w] = max over the positions p of block w that the token sees of query[n] . key[p]
 
 The scores are fp32 and lie in a [heads, rows, blocks] buffer of bounded size, a chunk of rows at a
-time; topk.py selects.  Keys are the rows of the product; its columns are the heads of some tokens,
-so that a key is read once for all of them.  Blocks of few positions share a tile of keys; one of
-more than a tile takes several.
+time; topk.py selects.  Rows of the product are the heads of some tokens, so that a key is read once
+for all of them; the greatest of a block is then within few threads.  Blocks of few positions share
+a tile of keys; one of more than a tile takes several.
 
     condition    kernels
     any          _scores then topk.py
@@ -37,7 +37,7 @@ MOST_SCORE = tl.constexpr(3.402823263561193e38)  # the number below, of others
 
 
 class Constants(NamedTuple):
-    """SPAN positions of each of GROUP blocks make a tile of keys."""
+    """SPAN positions of each of GROUP blocks make a tile of keys; WHOLE: it lies on one page."""
 
     HEADS: int
     D: int
@@ -51,40 +51,31 @@ class Constants(NamedTuple):
     GROUP: int
     INIT: int
     LOCAL: int
+    WHOLE: bool
     VALUES: bool
 
 
 @triton.jit
-def _best(
-    w,
-    part,
-    most,
-    limit,
-    q_tile,
-    key,
-    table,
-    pages,
-    key_page,
-    key_slot,
-    C: tl.constexpr,
-):
-    """[GROUP, columns]: of the positions from `part` on, SPAN of each of GROUP blocks; -inf where a
-    column sees none."""
+def _place(tile, lo, most, C: tl.constexpr):
+    """(first block of a tile, its first position, positions of its keys, which are below `most`)."""
+    PARTS: tl.constexpr = (C.BLOCK + C.SPAN - 1) // C.SPAN
     lane = tl.arange(0, C.GROUP * C.SPAN)
-    d = tl.arange(0, C.BLOCK_D)
-    inside = part + lane % C.SPAN
+    w = lo + tile // PARTS * C.GROUP
+    begin = w * C.BLOCK + tile % PARTS * C.SPAN
+    inside = tile % PARTS * C.SPAN + lane % C.SPAN
     position = (w + lane // C.SPAN) * C.BLOCK + inside
-    valid = (inside < C.BLOCK) & (position < most)
-    page = tl.load(table + position // C.PAGE, mask=valid, other=-1).to(tl.int64)
-    valid = valid & (page >= 0) & (page < pages)
-    row = page * key_page + (position % C.PAGE).to(tl.int64) * key_slot
-    there = valid[:, None] & (d < C.D)[None, :]
-    k_tile = tl.load(key + row[:, None] + d[None, :], mask=there, other=0.0)
-    s = tl.dot(k_tile, q_tile.T, input_precision="ieee")
-    s = tl.where(s > LEAST_SCORE, s, LEAST_SCORE)  # a NaN comes last
-    seen = valid[:, None] & (position[:, None] < limit[None, :])
-    s = tl.where(seen, s, float("-inf"))
-    return tl.max(tl.reshape(s, [C.GROUP, C.SPAN, C.ROWS * C.BLOCK_H]), 1)
+    return w, begin, position, (inside < C.BLOCK) & (position < most)
+
+
+@triton.jit
+def _pages(tile, lo, most, table, C: tl.constexpr):
+    """Of the keys of a tile, or of all of them; -1 where there are none."""
+    w, begin, position, valid = _place(tile, lo, most, C)
+    if C.WHOLE:
+        page = tl.load(table + begin // C.PAGE, mask=begin < most, other=-1)
+    else:
+        page = tl.load(table + position // C.PAGE, mask=valid, other=-1)
+    return page
 
 
 @triton.jit(
@@ -129,9 +120,9 @@ def _scores(
     lo = program % chunks * per_chunk
     row = first_row + program // chunks * C.ROWS
     stop = tl.minimum(row + C.ROWS, first_row + count)
-    column = tl.arange(0, C.ROWS * C.BLOCK_H)
-    owner = row + column // C.BLOCK_H
-    h = (column % C.BLOCK_H).to(tl.int64)
+    lane = tl.arange(0, C.ROWS * C.BLOCK_H)
+    owner = row + lane // C.BLOCK_H
+    h = (lane % C.BLOCK_H).to(tl.int64)
     d = tl.arange(0, C.BLOCK_D)
     there = (owner < stop) & (h < C.HEADS)
     at = query + (owner.to(tl.int64) * q_row + h * q_head)[:, None] + d[None, :]
@@ -139,6 +130,7 @@ def _scores(
     to = h * score_head + (owner - first_row).to(tl.int64) * score_row
     ends = packed.ends_of(of, C.REQUESTS)
     member = tl.arange(0, C.GROUP)
+    PARTS: tl.constexpr = (C.BLOCK + C.SPAN - 1) // C.SPAN
     while row < stop:
         request, first, end = packed.request_of(row, ends, of)
         keys = packed.keys_of(request, of)
@@ -148,48 +140,67 @@ def _scores(
         blocks = (limit + C.BLOCK - 1) // C.BLOCK
         if lo == 0:
             tl.store(found + h * found_head + owner - first_row, blocks, mask=mine)
+        least = tl.min(tl.where(mine, limit, 2147483647), 0)
         most = tl.max(limit, 0)
         hi = tl.minimum(lo + per_chunk, tl.max(blocks, 0))
-        for w in tl.range(lo, hi, C.GROUP, num_stages=2):
-            if C.BLOCK <= C.SPAN:
-                best = _best(
-                    w, 0, most, limit, q_tile, key, of_request, pages, key_page, key_slot, C
-                )
-            else:
-                best = tl.full([C.GROUP, C.ROWS * C.BLOCK_H], float("-inf"), tl.float32)
-                for part in tl.range(0, C.BLOCK, C.SPAN):
-                    more = _best(
-                        w, part, most, limit, q_tile, key, of_request, pages, key_page, key_slot, C
-                    )
-                    best = tl.maximum(best, more)
-            block = (w + member)[:, None]
-            kept = mine[None, :] & (block < hi) & (block < blocks[None, :])
-            where = to[None, :] + block
+        # the pages of the next tile are asked for below this one: its keys come below it as well
+        ahead = _pages(0, lo, most, of_request, C)
+        best = tl.full([C.ROWS * C.BLOCK_H, C.GROUP], float("-inf"), tl.float32)
+        for tile in tl.range(0, (hi - lo + C.GROUP - 1) // C.GROUP * PARTS, num_stages=3):
+            w, begin, position, valid = _place(tile, lo, most, C)
+            page = ahead.to(tl.int64)
+            ahead = _pages(tile + 1, lo, most, of_request, C)
+            known = (page >= 0) & (page < pages)
+            at_key = page * key_page + (position % C.PAGE).to(tl.int64) * key_slot
+            inside = (valid & known)[:, None] & (d < C.D)[None, :]
+            k_tile = tl.load(key + at_key[:, None] + d[None, :], mask=inside, other=0.0)
+            s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+            # a NaN comes last, and where no key of a tile is hidden a row's greatest alone is asked
+            hidden = True
+            if C.WHOLE:
+                hidden = (begin + C.GROUP * C.SPAN > least) | (known == 0)
+            if hidden:
+                s = tl.where(s > LEAST_SCORE, s, LEAST_SCORE)
+                seen = (valid & known)[None, :] & (position[None, :] < limit[:, None])
+                s = tl.where(seen, s, float("-inf"))
+            part = tl.max(tl.reshape(s, [C.ROWS * C.BLOCK_H, C.GROUP, C.SPAN]), 2)
+            part = tl.where((part > LEAST_SCORE) | hidden, part, LEAST_SCORE)
+            best = part if PARTS == 1 else tl.where(tile % PARTS == 0, part, tl.maximum(best, part))
+            block = (w + member)[None, :]
+            kept = mine[:, None] & (block < hi) & (block < blocks[:, None])
+            if PARTS > 1:
+                kept = kept & (tile % PARTS == PARTS - 1)
+            where = to[:, None] + block
             if C.VALUES:
                 tl.store(raw + where, best, mask=kept)
-            forced = (block < C.INIT) | (block >= (blocks - C.LOCAL)[None, :])
+            forced = (block < C.INIT) | (block >= (blocks - C.LOCAL)[:, None])
             score = tl.where(forced, FORCED, tl.minimum(best, MOST_SCORE))
             score = tl.where(best > float("-inf"), score, float("-inf"))
             tl.store(scores + where, score, mask=kept)
         row = end
 
 
-def _keys(columns: int) -> int:
-    """Of a tile: where few columns meet a key, one holds a block of MiniMax-M3."""
-    return 128 if columns <= 32 else 64
+class Tile(NamedTuple):
+    """`keys` positions by the `heads` of `rows` tokens."""
+
+    rows: int
+    heads: int
+    dim: int
+    keys: int
 
 
-def shape(together: int, heads: int, dim: int, device: torch.device) -> tuple[int, int, int] | None:
-    """(ROWS, BLOCK_H, BLOCK_D) for up to `together` tokens of a request, the first that fits into
-    this GPU; the product has 16 to 128 columns where heads allow."""
+def tile_of(together: int, heads: int, dim: int, block: int, device: torch.device) -> Tile | None:
+    """For up to `together` tokens of a request, the first that fits into this GPU; the product has
+    16 to 128 rows where heads allow.  A whole block is one tile where it can be: the loads of
+    the next one go on below it."""
     h_tile, d_tile = power_of_two(heads), max(16, power_of_two(dim))
     shared = max(1, min(128 // h_tile, power_of_two(together)))
     while True:
-        columns = max(16, shared * h_tile)
-        keys = _keys(columns)
-        needed = 2 * d_tile * (columns + 2 * keys) + 4 * keys * columns + 1024
-        if needed <= gpu.shared_memory(device):
-            return shared, columns // shared, d_tile
+        wide = max(16, shared * h_tile)
+        for keys in (128, 64) if wide <= 32 or block >= 128 else (64,):
+            needed = 2 * d_tile * (wide + 2 * keys) + 4 * keys * wide + 1024
+            if needed <= gpu.shared_memory(device):
+                return Tile(shared, wide // shared, d_tile, keys)
         if shared == 1:
             return None
         shared //= 2
@@ -205,9 +216,9 @@ def unsupported(
     heads, dim = query.shape[1:]
     if dim > 256 or heads > 256:
         return f"heads and head_dim are {(heads, dim)}, supported up to 256"
-    if shape(1, heads, dim, query.device) is None:
-        return gpu.too_small(query.device, N=heads, D=dim)
     reach = block_table.shape[1] * key.shape[1]
+    if tile_of(1, heads, dim, block_within(block_size, reach), query.device) is None:
+        return gpu.too_small(query.device, N=heads, D=dim)
     return rows.too_many(max(reach, key.shape[0] * key.shape[1], query.shape[0]), "positions")
 
 
@@ -224,12 +235,10 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     requests = packed.arguments(query, key, lengths, key_lengths, table)
     block = block_within(x["block_size"], requests["reach"])
     blocks = max(1, cdiv(requests["reach"], block))
-    found = shape(cdiv(tokens, max(lengths.shape[0], 1)), heads, dim, device)
-    assert found is not None
-    shared, h_tile, d_tile = found
-    most = _keys(shared * h_tile)
-    span = min(most, power_of_two(block))
-    group = most // span
+    tile = tile_of(cdiv(tokens, max(lengths.shape[0], 1)), heads, dim, block, device)
+    assert tile is not None
+    span = min(tile.keys, power_of_two(block))
+    group = tile.keys // span
     wide = 16 if blocks <= 2 * topk.BLOCK else topk.BLOCK
     width = cdiv(blocks, wide) * wide
     chunk_rows = max(1, min(tokens, CHUNK_BYTES // (4 * width * heads)))
@@ -238,13 +247,13 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     number = memory.empty((heads, chunk_rows), torch.int32, device)
     no_values = memory.empty((0,), torch.float32, device)
     # as many programs as keep all processors busy twice over, where there are blocks enough
-    items = cdiv(tokens, shared) * cdiv(blocks, group)
+    items = cdiv(tokens, tile.rows) * cdiv(blocks, group)
     share = power_of_two(cdiv(items, 2 * gpu.num_sms(device)))
     per_chunk = group * max(1, min(share, max(1, 2048 // (group * block))))
     chunks = cdiv(blocks, per_chunk)
     for first in range(0, tokens, chunk_rows):
         rows_here = min(chunk_rows, tokens - first)
-        launches.kernel(_scores, cdiv(rows_here, shared) * chunks)(
+        launches.kernel(_scores, cdiv(rows_here, tile.rows) * chunks)(
             query,
             key,
             scores=score,
@@ -268,16 +277,17 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
                 BLOCK=block,
                 PAGE=key.shape[1],
                 REQUESTS=packed.room(lengths),
-                ROWS=shared,
-                BLOCK_H=h_tile,
-                BLOCK_D=d_tile,
+                ROWS=tile.rows,
+                BLOCK_H=tile.heads,
+                BLOCK_D=tile.dim,
                 SPAN=span,
                 GROUP=group,
                 INIT=x["init_blocks"],
                 LOCAL=x["local_blocks"],
+                WHOLE=block % span == 0 and key.shape[1] % tile.keys == 0,
                 VALUES=wanted,
             ),
-            num_warps=4,
+            num_warps=8 if tile.keys * tile.rows * tile.heads > 64 * 128 else 4,
         )
         if rows_here == tokens:  # all rows of all heads are one list
             flat = heads * tokens

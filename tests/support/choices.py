@@ -118,7 +118,11 @@ def everywhere() -> Iterator[Choice]:
         )
     yield (
         "block indexer",
-        lambda n: [block_indexer.shape(n, heads, 128, CPU) for heads in (1, 4, 24, 64)],
+        lambda n: [
+            block_indexer.tile_of(n, heads, 128, block, CPU)
+            for heads in (1, 4, 24, 64)
+            for block in (16, 128)
+        ],
         ROWS,
     )
     yield (
