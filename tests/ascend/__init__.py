@@ -26,8 +26,9 @@ Every kernel is lowered anew in every run.  The rest is kept in results.json: th
 under a hash of the lowered text of every kernel that the call launched, of the case, of all that
 the call goes through (registration, checks, the op's own spec, the launcher), the reference, the
 harness and the tools; those of its refusals under that and what begins a launcher anew; those of a
-compile under a hash of the lowered text, the options, the compiler and what reads its output.
-Whatever differs is run again, and `--cold` runs everything.  `--check` runs a case of every op
-again, drawn anew each time, and a sample of the rest, and compares the findings.  The first call of
-a case that runs is checked and bound, the next one, with other cores, is a repeated call.
+planted mistake under that of its case, the changed file and the mistake; those of a compile under a
+hash of the lowered text, the options, the compiler and what reads its output.  Whatever differs is
+run again, and `--cold` runs everything.  `--check` runs a case of every op again, drawn anew each
+time, and a sample of the rest, and compares the findings.  The first call of a case that runs is
+checked and bound, the next one, with other cores, is a repeated call.
 """

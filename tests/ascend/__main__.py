@@ -270,7 +270,12 @@ def main() -> int:
         failures += refused
         print("\n".join(told))
     partial = bool(chosen.only) or chosen.no_run
-    planted = [] if partial else controls.run(found, chosen.jobs)
+    planted = []
+    if not partial:
+        planted = controls.run(
+            found, outcomes, kept.planted, 24 * chosen.check, chosen.cold, chosen.jobs
+        )
+        kept.write()
     failures += [f"planted mistake not caught: {x.title}" for x in planted if not x.caught]
     print(report.table([row for row in rows if row.launches]))
     for each in planted:
@@ -287,6 +292,7 @@ def main() -> int:
         kept.compiled = {key: kept.compiled[key] for key in distinct}
         asked = anew.chosen([case for case, _ in cases], outcomes)
         kept.refused = {title: kept.refused[title] for title in asked}
+        kept.planted = {x.title: kept.planted[x.title] for x in planted}
         kept.write()
     for failure in failures:
         print(f"FAIL {failure}")

@@ -4,6 +4,7 @@
 
 cases       title -> [key, share of the bound, seconds]
 refused     title -> key of a case whose launches were refused once each: see anew.py
+planted     title of a planted mistake -> [key, what its case said]: see controls.py
 compilers   build -> hash of the compiler and of what reads its output
 compiled    lowered text and options -> one entry a build, in the order of `compilers`: the KiB of
             [UB, L1, L0C], then the findings as "kind: text"; or the compiler's error; or null
@@ -32,12 +33,15 @@ class Store:
     cases: dict[str, list[Any]] = field(default_factory=dict)
     compiled: dict[str, dict[str, Entry]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    planted: dict[str, list[str]] = field(default_factory=dict)
 
     def write(self) -> None:
         lines = ["{", ' "cases": {']
         lines.append(",\n".join(_line(*item) for item in sorted(self.cases.items())))
         lines += [" },", ' "refused": {']
         lines.append(",\n".join(_line(*item) for item in sorted(self.refused.items())))
+        lines += [" },", ' "planted": {']
+        lines.append(",\n".join(_line(*item) for item in sorted(self.planted.items())))
         lines += [" },", f' "compilers": {json.dumps(stamps())},', ' "compiled": {']
         rows = {key: [of.get(build) for build in BUILDS] for key, of in self.compiled.items()}
         lines.append(",\n".join(_line(*item) for item in sorted(rows.items())))
@@ -69,7 +73,7 @@ def read() -> Store:
         }
         for key, entries in text["compiled"].items()
     }
-    return Store(text["cases"], compiled, text["refused"])
+    return Store(text["cases"], compiled, text["refused"], text.get("planted", {}))
 
 
 def entry(compiled: Compiled) -> Entry:
