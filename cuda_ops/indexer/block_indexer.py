@@ -57,7 +57,7 @@ class Constants(NamedTuple):
 
 @triton.jit
 def _place(tile, lo, most, C: tl.constexpr):
-    """(first block of a tile, its first position, positions of its keys, which are below `most`)."""
+    """(first block, first position, positions of all keys, which are below `most`) of a tile."""
     PARTS: tl.constexpr = (C.BLOCK + C.SPAN - 1) // C.SPAN
     lane = tl.arange(0, C.GROUP * C.SPAN)
     w = lo + tile // PARTS * C.GROUP
@@ -70,7 +70,7 @@ def _place(tile, lo, most, C: tl.constexpr):
 @triton.jit
 def _pages(tile, lo, most, table, C: tl.constexpr):
     """Of the keys of a tile, or of all of them; -1 where there are none."""
-    w, begin, position, valid = _place(tile, lo, most, C)
+    _, begin, position, valid = _place(tile, lo, most, C)
     if C.WHOLE:
         page = tl.load(table + begin // C.PAGE, mask=begin < most, other=-1)
     else:
