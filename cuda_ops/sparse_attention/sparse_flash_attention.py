@@ -435,7 +435,9 @@ def tiles(
             if largest == 64 and not gpu.has_tensor_memory(device):
                 tiers.append(Tiles(64, 64, 8, 2, left))
             tiers.append(Tiles(32, 32, 4, 2, left))
-        tiers.append(Tiles(16, 32, 4, 2, left) if lone else Tiles(16, 64, 4, 3, left))
+        # 64 keys of 8 bits are 255 registers and 8 KB of spills before they are multiplied
+        few = lone or itemsize == 1
+        tiers.append(Tiles(16, 32, 4, 2, left) if few else Tiles(16, 64, 4, 3, left))
     tiers += [Tiles(16, keys, 4, 1, left, right) for keys in (32, 16)]
     limit, wgmma = gpu.shared_memory(device), gpu.reads_shared(device)
     fitting = (t for t in tiers if shared_bytes(t, rope, wgmma) <= limit)

@@ -364,7 +364,8 @@ def _indexer(small: bool) -> list[Case]:
 def _attention(small: bool) -> list[Case]:
     if small:
         return [attention_case(1, 1, 16, 2048, kind, 256) for kind in ("fp8", "int8")]
-    sizes = [(32, 1, 128), (128, 1, 16), (128, 1, 64), (128, 1, 128), (1, 4096, 128)]
+    sizes = [(1, 1, 128), (1, 1, 16), (32, 1, 128), (128, 1, 16), (128, 1, 64), (128, 1, 128)]
+    sizes += [(1, 4096, 128)]
     cases = [attention_case(b, s, n, 65536, "fp8") for b, s, n in sizes]
     cases += [attention_case(128, 1, 16, 65536, "int8")]
     flash = partial(attention_case, n=64, context=65536, k=POOLS, model=GLM5_FLASH)

@@ -226,8 +226,9 @@ def _producer(
             at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
             cp_async(q_left.index(0), at, mask=mask)
             cp_async(q_right.index(0), at + 256, mask=mask)
-            at = (q_rope + row * qr_row + h * qr_head)[:, None] + r[None, :]
-            cp_async(qr.index(0), at, mask=mask)
+            if C.ROPE > 0:
+                at = (q_rope + row * qr_row + h * qr_head)[:, None] + r[None, :]
+                cp_async(qr.index(0), at, mask=mask)
             async_copy.mbarrier_arrive(bars.index(QUERY), increment_count=False)
         # the next step, of this item or of the next one: its indices are asked for now
         step += 1
@@ -264,7 +265,8 @@ def _producer(
         )
         arrive(bars, LEFT)
         mbarrier.wait(bars.index(RIGHT_FREE), phase)  # the odd consumer has read the weights too
-        _copy_rope(key_rope, now, rope_stride, rope, bars.index(RIGHT), 0)
+        if C.ROPE > 0:
+            _copy_rope(key_rope, now, rope_stride, rope, bars.index(RIGHT), 0)
         slot = slots(index, entry, kv_len, request, start, of, C.SPARSE_BLOCK, LAYOUT)
         x, y, z, w, by_xy, by_zw = _turn(
             x,
@@ -288,7 +290,8 @@ def _producer(
         _fetch(key, slot, key_stride)
         arrive(bars, PLACED + ((t + 1) & 1))
         mbarrier.wait(bars.index(LEFT_FREE + 1), phase)
-        _copy_rope(key_rope, now, rope_stride, rope, bars.index(RIGHT + 1), 1)
+        if C.ROPE > 0:
+            _copy_rope(key_rope, now, rope_stride, rope, bars.index(RIGHT + 1), 1)
         x, y, z, w, by_xy, by_zw = _turn(
             x,
             y,
@@ -381,16 +384,19 @@ def _attend(
     dtype: gl.constexpr = q.dtype.element_ty
     q_left = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
     q_right = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
-    qr = gl.allocate_shared_memory(dtype, [1, 64, 64], SWIZZLED)
+    qr = q_left
+    if C.ROPE > 0:
+        qr = gl.allocate_shared_memory(dtype, [1, 64, 64], SWIZZLED)
     left = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
     right = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
     rope = gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLED)
     exchange = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
     places = gl.allocate_shared_memory(gl.int32, [2, 128], FLAT)
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    COPIES: gl.constexpr = 128 if C.ROPE > 0 else 0
     for i in gl.static_range(QUERY):
-        # the right halves: the copies of 128 threads beside them
-        mbarrier.init(bars.index(i), count=129 if i == RIGHT or i == RIGHT + 1 else 1)
+        # the right halves: the rotary copies of 128 threads beside them
+        mbarrier.init(bars.index(i), count=1 + COPIES if i == RIGHT or i == RIGHT + 1 else 1)
     mbarrier.init(bars.index(QUERY), count=128)
     mbarrier.init(bars.index(QUERY_FREE), count=2)
     barrier()
@@ -428,7 +434,7 @@ def _attend(
 def supports(call: Attention) -> bool:
     """Rows of whole 16-byte pieces, too; keys are evenly spaced and hold the values."""
     return (
-        fits(call, 64)
+        fits(call, 64, 0)
         and call.key.dtype in (torch.float8_e4m3fn, torch.int8)
         and not any(step % 16 for step in call.query_strides)
         and call.key.stride(-3) % 16 == 0
