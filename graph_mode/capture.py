@@ -223,6 +223,7 @@ def capture(fn: Callable[..., Any], *args: Any, warmup: int = 2) -> Captured:
     Raises:
         NotSupported: the arguments lie on the CPU, which has no graphs.
         RuntimeError: something inside `fn` waits for the device (`.item()`, `.cpu()`, a print).
+        ValueError: the arguments, or what `fn` calls, lie on several devices.
 
     >>> import torch, custom
     >>> custom.graph_mode.capture(torch.neg, torch.ones(2))
@@ -235,10 +236,24 @@ def capture(fn: Callable[..., Any], *args: Any, warmup: int = 2) -> Captured:
             f"capture: the arguments are on {kind}, expected cuda or npu: only these have graphs. "
             "On a CPU, call the function itself, or torch.compile it."
         )
+    _refuse_apart(args)
     tensors = _tensors(args)
     with made_current(tensors[0].device):
         graph, outputs = _recorded(fn, args, tensors, kind, warmup)
     return Captured(graph, args, outputs)
+
+
+def _refuse_apart(args: Sequence[Any]) -> None:
+    """Arguments on several devices."""
+    numbered = [(number, x) for number, value in enumerate(args) for x in _tensors(value)]
+    first, wanted = numbered[0]
+    for number, x in numbered:
+        if x.device != wanted.device:
+            raise ValueError(
+                f"capture: argument {number} is on {x.device}, expected {wanted.device} (from "
+                f"argument {first}): a graph records one device, and its replays would not see "
+                "other values there. Move it with .to()."
+            )
 
 
 def _recorded(
@@ -255,7 +270,7 @@ def _recorded(
     side.wait_stream(here)
     try:
         try:
-            with device.stream(side), keep:
+            with device.stream(side), keep, _Elsewhere(tensors[0].device):
                 for number in range(max(2, warmup)):
                     # the first call may compile, which synchronises; a later one must not
                     with _no_synchronisation(kind) if number else nullcontext():
@@ -351,6 +366,27 @@ class _Waits(Mode):
         if func is _ATEN.one_hot.default and args[1:] and args[1] >= 0:
             return False
         return func is _ATEN._linalg_check_errors.default or not _VALUES.isdisjoint(func.tags)
+
+
+class _Elsewhere(Mode):
+    """Refuses what runs on another device of the same kind: no graph of this one would hold it, and
+    replays would go on with what it gave once."""
+
+    def __init__(self, where: torch.device) -> None:
+        super().__init__()
+        self._where = where
+
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        for tensor in _tensors((args, kwargs, out)):
+            there = tensor.device
+            if there.type == self._where.type and there != self._where:
+                raise ValueError(
+                    f"capture: the function calls {func} on {there}, expected {self._where} alone, "
+                    "where its first argument is: a graph records one device. Capture what runs on "
+                    "each device by itself."
+                )
+        return out
 
 
 class _Builds(TorchFunctionMode):

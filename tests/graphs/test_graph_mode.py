@@ -388,6 +388,49 @@ def test_capture_on_every_device(device):
         assert replayed(x, x).tolist() == [2.0 + 2 * number] * 3
 
 
+class _OnNextNpu(Tensor):
+    device = SimpleNamespace(type="npu", index=1)
+
+
+@pytest.mark.parametrize("another", [_OnNextNpu, Tensor], ids=["npu:1", "cpu"])
+def test_capture_refuses_arguments_on_several_devices(another):
+    """No graph would see the values of the second."""
+    first, second = torch.ones(2).as_subclass(_OnNpu), torch.ones(2).as_subclass(another)
+    with pytest.raises(
+        ValueError, match=r"capture: argument 1 is on .* a graph records one device"
+    ):
+        capture(lambda x, many: x * many[0], first, [second])
+
+
+def test_a_warm_up_refuses_what_runs_on_another_device(monkeypatch):
+    """No graph would hold it: replays would give what it gave once."""
+    npu = SimpleNamespace(
+        Stream=lambda: SimpleNamespace(wait_stream=lambda other: None),
+        current_stream=lambda: SimpleNamespace(wait_stream=lambda other: None),
+        stream=nullcontext,
+        current_device=lambda: 0,
+    )
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    state = torch.ones(2).as_subclass(_OnNextNpu)
+    with pytest.raises(ValueError, match=r"capture: the function calls aten.mul.* one device"):
+        capture(lambda x: (x + 1, state * 2), torch.ones(2).as_subclass(_OnNpu))
+
+
+def test_capture_refuses_another_gpu(device):
+    if device.type == "cpu" or getattr(torch, device.type).device_count() < 2:
+        pytest.skip("needs two devices")
+    x, y = (torch.ones(3, device=torch.device(device.type, number)) for number in range(2))
+    for call, given in (
+        (lambda x, y: (x + 1, y + 1), (x, y)),
+        (lambda x: (x + 1, y + 1), (x,)),
+        (lambda x: (x + 1, torch.ones(3, device=y.device)), (x,)),
+        (lambda x: x.to(y.device, non_blocking=True), (x,)),
+    ):
+        with pytest.raises(ValueError, match="a graph records one device"):
+            capture(call, *given)
+    assert capture(torch.neg, y)(2 * y).tolist() == [-2] * 3
+
+
 def test_capture_refuses_a_cpu():
     with pytest.raises(custom.NotSupported, match="expected cuda or npu"):
         capture(torch.neg, torch.ones(2))
