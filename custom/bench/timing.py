@@ -8,9 +8,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+
+from ..dispatch.backends import made_current
 
 Call = Callable[[], Any]
 _WARM_UP = 0.1  # seconds
@@ -32,11 +35,10 @@ def _quantiles(samples: Sequence[float]) -> Times:
 
 def measure(calls: Sequence[Call], device: torch.device, seconds: float = 0.5) -> Times:
     """Time one call; `calls` are the same work on different inputs, so that no cache stays warm."""
-    return (
-        wall_clock(calls, device, seconds)
-        if device.type == "cpu"
-        else _replay(calls, device, seconds)
-    )
+    if device.type == "cpu":
+        return wall_clock(calls, device, seconds)
+    with made_current(device):
+        return _replay(calls, device, seconds)
 
 
 def _nothing() -> None:
@@ -45,7 +47,7 @@ def _nothing() -> None:
 
 def waiting(device: torch.device) -> Call:
     """What waits until the device has nothing left to do."""
-    return torch.accelerator.synchronize if device.type != "cpu" else _nothing
+    return partial(torch.accelerator.synchronize, device) if device.type != "cpu" else _nothing
 
 
 def wall_clock(calls: Sequence[Call], device: torch.device, seconds: float = 0.2) -> Times:
@@ -66,7 +68,7 @@ def wall_clock(calls: Sequence[Call], device: torch.device, seconds: float = 0.2
 
 
 def _replay(calls: Sequence[Call], device: torch.device, seconds: float) -> Times:
-    """The device's own time: a launch of the host takes longer than many a kernel."""
+    """The current device's own time: a launch of the host takes longer than many a kernel."""
     api: Any = getattr(torch, device.type)  # torch.npu has the names of torch.cuda
     side = api.Stream()
     side.wait_stream(api.current_stream())

@@ -21,6 +21,8 @@ class Device:
     def __init__(self, graph: str) -> None:
         self.now, self.held, self.replays = 0.0, 0, 0
         self.recording = False
+        self.current = 0
+        self.called_on: set[int] = set()
         device = self
 
         class Graph:
@@ -39,7 +41,8 @@ class Device:
                 return (end.at - self.at) / 1e3
 
         @contextmanager
-        def record(graph: Graph):
+        def record(graph: Graph, stream: SimpleNamespace):
+            assert stream.number == device.current
             device.recording = True
             yield
             device.recording = False
@@ -48,10 +51,17 @@ class Device:
         def stream(side: object):
             yield
 
+        @contextmanager
+        def made_current(where: SimpleNamespace):
+            before, device.current = device.current, where.index
+            yield
+            device.current = before
+
         def side() -> SimpleNamespace:
-            return SimpleNamespace(wait_stream=lambda other: None)
+            return SimpleNamespace(wait_stream=lambda other: None, number=device.current)
 
         names = dict(Stream=side, current_stream=side, stream=stream, graph=record, Event=Event)
+        names |= dict(device=made_current, current_device=lambda: device.current)
         self.api = SimpleNamespace(**names, **{graph: Graph}, synchronize=lambda: None)
 
     def call(self) -> None:
@@ -59,14 +69,20 @@ class Device:
             self.held += 1
         else:
             self.now += CALL
+        self.called_on.add(self.current)
 
 
+@pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize(("kind", "graph"), [("npu", "NPUGraph"), ("cuda", "CUDAGraph")])
-def test_a_device_is_measured_by_graph_replay(monkeypatch, kind, graph):
+def test_a_device_is_measured_by_graph_replay(monkeypatch, kind, graph, index):
+    """Also one that is not the current device: a stream of another would record nothing."""
     device = Device(graph)
     monkeypatch.setattr(torch, kind, device.api, raising=False)
     monkeypatch.setattr(timing, "_WARM_UP", 0.0)
-    times = timing.measure([device.call, device.call], SimpleNamespace(type=kind), 0.01)
+    times = timing.measure(
+        [device.call, device.call], SimpleNamespace(type=kind, index=index), 0.01
+    )
+    assert device.current == 0 and device.called_on == {index}
     assert device.replays >= 5
     assert device.held % 2 == 0
     assert times.median == pytest.approx(REPLAY)
