@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ._keywords import raise_in_one_sentence
+from .dispatch.backends import is_capturing
 
 Public = TypeVar("Public", bound=Callable[..., Any])
 _SECTION = re.compile(r"(?<=^Args:\n)(?: {4}.*\n)+", re.M)
@@ -74,7 +75,7 @@ def _is_list(value: Any) -> bool:
 def _on_device(op: str, name: str, values: Sequence[Any], device: torch.device) -> torch.Tensor:
     if torch.compiler.is_compiling() or device.type != "cuda":
         return torch.tensor(values, dtype=torch.int64, device=device)
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise ValueError(
             f"{op}: `{name}` is a list, and a graph is being captured, expected a tensor: a replay "
             "would not see other numbers. Pass a tensor on the device."

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ..dispatch.backends import is_capturing
 from ..dispatch.env import config
 from .capture import Captured, capture, kind_of
 
@@ -35,7 +36,8 @@ class Replayed:
     Args:
         fn: a function of tensors that reads nothing back from the device.
         devices: the kinds on which it is captured; on the others, inside torch.compile, where
-            gradients are recorded and while somebody else captures, `fn` is called.
+            gradients are recorded, while somebody else captures and with inputs on several devices,
+            `fn` is called.
 
     >>> import torch
     >>> from custom.graph_mode import Replayed
@@ -57,8 +59,11 @@ class Replayed:
             or torch.compiler.is_compiling()
             or torch.is_grad_enabled()
             or any(length > _STEP for length in inputs[0].shape[1:2])
-            or getattr(torch, kind).is_current_stream_capturing()
+            or is_capturing(inputs[0].device)
         ):
+            return self._fn(state, *inputs)
+        leaves, structure = tree_flatten(inputs)
+        if len({x.device for x in leaves if isinstance(x, Tensor)}) > 1:
             return self._fn(state, *inputs)
         # a tensor may have been given other memory (`.data = `, set_)
         same = len(state) == len(self._state) and all(map(is_, state, self._state))
@@ -66,7 +71,6 @@ class Replayed:
             self._state, self._tensors = state, [x for x in state if isinstance(x, Tensor)]
             self._lies = [x.data_ptr() for x in self._tensors]
             self._graphs.clear()
-        leaves, structure = tree_flatten(inputs)
         key = (*_settings(inputs[0].device.type), structure, _same(leaves), *map(_like, leaves))
         if key not in self._graphs:
             self._graphs[key] = None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dispatch.backends import is_capturing
 from ..dispatch.errors import NotSupported
 
 WHERE = "custom.integrations.transformers.use()"
@@ -69,7 +70,7 @@ def _may_wait(x: Tensor) -> bool:
     api: Any = getattr(torch, x.device.type)
     if x.device.type == "cuda" and api.get_sync_debug_mode() == 2:  # an error
         return False
-    return not api.is_current_stream_capturing()
+    return not is_capturing(x.device)
 
 
 def texts(

@@ -13,7 +13,7 @@ from typing import Optional, get_type_hints
 
 import pytest
 import torch
-from custom.dispatch.backends import made_current
+from custom.dispatch.backends import is_capturing, made_current
 from custom.dispatch.register import overload
 from custom.dispatch.registry import SPECS
 from torch import Tensor
@@ -337,6 +337,28 @@ def test_a_launch_makes_the_tensors_device_current(monkeypatch):
         assert made == wanted
     with made_current(CPU):
         assert made == [1, "back"]
+
+
+@pytest.mark.parametrize("captures", [None, 0, 1])
+def test_a_capture_is_one_of_the_current_or_the_tensors_device(captures, monkeypatch):
+    """On a stand-in for a host with two NPUs, the first of them current."""
+    current = [0]
+
+    @contextmanager
+    def on(device):
+        current.append(device.index)
+        yield
+        current.pop()
+
+    npu = SimpleNamespace(
+        current_device=lambda: current[-1],
+        device=on,
+        is_current_stream_capturing=lambda: current[-1] == captures,
+    )
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    places = [SimpleNamespace(type="npu", index=index) for index in range(2)]
+    assert [*map(is_capturing, places)] == [captures == 0, captures is not None]
+    assert current == [0] and not is_capturing(CPU)
 
 
 @every_spec

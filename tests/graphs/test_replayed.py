@@ -179,6 +179,14 @@ def test_two_names_of_one_tensor_stay_one(graphs):
         assert step((), x, x).tolist() == [2, 2]
 
 
+def test_inputs_on_two_devices_are_handed_to_the_function(graphs):
+    """A graph would not see the second's next values."""
+    step = Replayed(lambda state, x, other: x + (other.device != x.device))
+    for _ in range(3):
+        assert step((), torch.ones(2), torch.empty(2, device="meta")).tolist() == [2, 2]
+    assert not graphs.captured
+
+
 def test_a_host_read_is_refused(graphs):
     step = Replayed(lambda state, x: x * x.sum().item())
     x = torch.ones(2)
