@@ -162,9 +162,10 @@ def compiling(executor: Executor) -> Iterator[None]:
         _here.compiling = False
 
 
-# other shapes may need other kernels: none is asked any more after so many in a row needed none
+# other shapes may need other kernels: none is asked any more after so many in a row needed none on
+# a GPU; each loads its own
 _SETTLED = 4
-_needed_none: dict[Callable[..., Any], int] = {}
+_needed_none: dict[tuple[Callable[..., Any], int], int] = {}
 
 
 class _Compilers(ThreadPoolExecutor):
@@ -183,13 +184,13 @@ class _Compilers(ThreadPoolExecutor):
 def compiled(function: Callable[..., Any], arguments: dict[str, Any]) -> Iterator[None]:
     """Around a launcher's first call of a kind: the kernels that it is the first to need are
     compiled side by side before it."""
-    calls = _needed_none.get(function, 0)
-    if calls < _SETTLED and not (
-        gpu.INTERPRETED or _ALONE or torch.cuda.is_current_stream_capturing()
-    ):
-        with _Compilers() as executor, compiling(executor):
-            function(**arguments)
-        _needed_none[function] = 0 if executor.given else calls + 1
+    if not (gpu.INTERPRETED or _ALONE or torch.cuda.is_current_stream_capturing()):
+        here = function, triton.runtime.driver.active.get_current_device()
+        calls = _needed_none.get(here, 0)
+        if calls < _SETTLED:
+            with _Compilers() as executor, compiling(executor):
+                function(**arguments)
+            _needed_none[here] = 0 if executor.given else calls + 1
     with _our_own():
         yield
 

@@ -1073,7 +1073,8 @@ def first(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 def test_what_a_call_is_the_first_to_need_is_compiled_ahead(monkeypatch):
-    """Until a few calls have needed nothing; operators of torch write in the call alone."""
+    """Until a few calls on a GPU have needed nothing; operators of torch write in the call
+    alone."""
     said: list[str] = []
     compiled: set[str] = set()
 
@@ -1117,6 +1118,8 @@ def test_what_a_call_is_the_first_to_need_is_compiled_ahead(monkeypatch):
     assert [ran("prefill") for _ in range(launches._SETTLED)] == [asked] * 4
     assert ran("prefill") == ran("decode") == []
     assert x.tolist() == [11, 11, 11]
+    monkeypatch.setattr(triton.runtime.driver, "_active", pretended_driver(80))
+    assert ran("prefill") == asked  # another GPU has none of them
 
 
 def test_what_triton_does_once_begins_with_the_import_of_kernels(monkeypatch):
