@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ._keywords import raise_in_one_sentence
-from .dispatch.backends import is_capturing
+from .dispatch.capturing import is_capturing
 
 Public = TypeVar("Public", bound=Callable[..., Any])
 _SECTION = re.compile(r"(?<=^Args:\n)(?: {4}.*\n)+", re.M)

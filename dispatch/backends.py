@@ -203,17 +203,6 @@ def made_current(device: torch.device) -> AbstractContextManager[Any]:
     return _AS_IT_IS if module.current_device() == device.index else module.device(device)
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether this thread records a graph, of the current device or of `device`."""
-    if device.type == "cpu":
-        return False
-    module = getattr(torch, device.type)
-    if module.is_current_stream_capturing():
-        return True
-    with made_current(device):
-        return bool(module.is_current_stream_capturing())
-
-
 @dataclass(frozen=True)
 class Runner:
     """Who runs a call that is checked."""

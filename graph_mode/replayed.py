@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..dispatch.backends import is_capturing
+from ..dispatch.capturing import is_capturing
 from ..dispatch.env import config
 from .capture import Captured, capture, kind_of
 

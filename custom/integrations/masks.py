@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch.backends import is_capturing
+from ..dispatch.capturing import is_capturing
 from ..dispatch.errors import NotSupported
 
 WHERE = "custom.integrations.transformers.use()"

@@ -13,7 +13,8 @@ from typing import Optional, get_type_hints
 
 import pytest
 import torch
-from custom.dispatch.backends import is_capturing, made_current
+from custom.dispatch.backends import made_current
+from custom.dispatch.capturing import is_capturing
 from custom.dispatch.register import overload
 from custom.dispatch.registry import SPECS
 from torch import Tensor
