@@ -146,7 +146,7 @@ def _scores(
         # the pages of the next tile are asked for below this one: its keys come below it as well
         ahead = _pages(0, lo, most, of_request, C)
         best = tl.full([C.ROWS * C.BLOCK_H, C.GROUP], float("-inf"), tl.float32)
-        for tile in tl.range(0, (hi - lo + C.GROUP - 1) // C.GROUP * PARTS, num_stages=3):
+        for tile in tl.range(0, (hi - lo + C.GROUP - 1) // C.GROUP * PARTS, num_stages=2):
             w, begin, position, valid = _place(tile, lo, most, C)
             page = ahead.to(tl.int64)
             ahead = _pages(tile + 1, lo, most, of_request, C)
@@ -251,6 +251,8 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     share = power_of_two(cdiv(items, 2 * gpu.num_sms(device)))
     per_chunk = group * max(1, min(share, max(1, 2048 // (group * block))))
     chunks = cdiv(blocks, per_chunk)
+    # two programs a processor: one multiplies while the other looks for the greatest
+    large = tile.keys * tile.rows * tile.heads > 64 * 128
     for first in range(0, tokens, chunk_rows):
         rows_here = min(chunk_rows, tokens - first)
         launches.kernel(_scores, cdiv(rows_here, tile.rows) * chunks)(
@@ -287,7 +289,8 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
                 WHOLE=block % span == 0 and key.shape[1] % tile.keys == 0,
                 VALUES=wanted,
             ),
-            num_warps=8 if tile.keys * tile.rows * tile.heads > 64 * 128 else 4,
+            num_warps=8 if large else 4,
+            maxnreg=128 if large else None,
         )
         if rows_here == tokens:  # all rows of all heads are one list
             flat = heads * tokens

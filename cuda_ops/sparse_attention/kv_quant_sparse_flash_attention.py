@@ -3,7 +3,7 @@
 """Attention over selected rows of 8 bits: the kernel of sparse_flash_attention.py, which makes
 of values and scales, on their way to the product, what they stand for.
 
-Tiles and order are those of the bf16 op, so that scales which are powers of two give its bits.
+The order is that of the bf16 op: with its tiles, scales which are powers of two give its bits.
 
     condition    kernels
     any          sparse_flash_attention.py
