@@ -273,7 +273,7 @@ def main() -> int:
     planted = []
     if not partial:
         planted = controls.run(
-            found, outcomes, kept.planted, 24 * chosen.check, chosen.cold, chosen.jobs
+            found, outcomes, kept.planted, whole, 24 * chosen.check, chosen.cold, chosen.jobs
         )
         kept.write()
     failures += [f"planted mistake not caught: {x.title}" for x in planted if not x.caught]
@@ -292,7 +292,6 @@ def main() -> int:
         kept.compiled = {key: kept.compiled[key] for key in distinct}
         asked = anew.chosen([case for case, _ in cases], outcomes)
         kept.refused = {title: kept.refused[title] for title in asked}
-        kept.planted = {x.title: kept.planted[x.title] for x in planted}
         kept.write()
     for failure in failures:
         print(f"FAIL {failure}")

@@ -97,6 +97,7 @@ def run(
     modules: list[ModuleType],
     outcomes: dict[str, Outcome],
     kept: dict[str, list[str]],
+    whole: bool,
     sample: int,
     cold: bool,
     jobs: int,
@@ -108,28 +109,34 @@ def run(
     for module in modules:
         by_name = {case.name: case for case in module.CASES}
         for x in module.CONTROLS:
-            case, title = by_name[x.case], _title(x)
-            if title in calls:
-                raise LookupError(f"two planted mistakes are called {title!r}")
-            calls[title] = x, case, module.__name__
+            case, name = by_name[x.case], _name(x, module.__name__)
+            if name in calls:
+                raise LookupError(f"two planted mistakes are called {name!r}")
+            calls[name] = x, case, module.__name__
             passed = outcomes[case.title].key if case.title in outcomes else ""
-            keys[title] = digest(repr(x), passed, places.files()[x.file].read_text(), harness)
+            keys[name] = digest(repr(x), passed, places.files()[x.file].read_text(), harness)
     there = [] if cold else [x for x in calls if kept.get(x, [""])[0] == keys[x]]
     skipped = {*there} - {*random.sample(there, min(sample, len(there)))}
-    planted = [Planted(title, True, kept[title][1]) for title in skipped]
-    todo = [call for title, call in calls.items() if title not in skipped]
-    for (control, _, _), answer in isolated.each(_attempt, todo, jobs):
+    planted = [Planted(_title(calls[name][0]), True, kept[name][1]) for name in skipped]
+    todo = [call for name, call in calls.items() if name not in skipped]
+    for (control, _, file), answer in isolated.each(_attempt, todo, jobs):
         if isinstance(answer, isolated.Crash):
             # a mistake may kill the process, but only by touching what it must not
             answer = ("out of range" in str(answer), str(answer))
         caught, said = answer
-        title = _title(control)
-        planted.append(Planted(title, caught, said))
+        planted.append(Planted(_title(control), caught, said))
         if caught:
-            kept[title] = [keys[title], said]
+            name = _name(control, file)
+            kept[name] = [keys[name], said]
+    for name in kept.keys() - calls.keys() if whole else ():
+        del kept[name]
     print(f"{len(calls)} planted mistakes, {len(todo)} of them now")
-    return sorted(planted, key=lambda x: x.title)
+    return sorted(planted, key=lambda x: (x.title, x.said))
 
 
 def _title(control: Control) -> str:
     return f"{control.file}: {control.title}"
+
+
+def _name(control: Control, file: str) -> str:
+    return f"{file.rpartition('.')[2]}, {_title(control)}"

@@ -4,7 +4,8 @@
 
 cases       title -> [key, share of the bound, seconds]
 refused     title -> key of a case whose launches were refused once each: see anew.py
-planted     title of a planted mistake -> [key, what its case said]: see controls.py
+planted     module of the case, file and title of a planted mistake -> [key, what its case said]:
+            see controls.py
 compilers   build -> hash of the compiler and of what reads its output
 compiled    lowered text and options -> one entry a build, in the order of `compilers`: the KiB of
             [UB, L1, L0C], then the findings as "kind: text"; or the compiler's error; or null
