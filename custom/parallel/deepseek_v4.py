@@ -261,7 +261,8 @@ def _merged(
     words = [part.view(torch.int32) for part in parts]
     W = words[0].shape[-1]
     # not unflatten: torch.compile of torch 2.11 stops at it where a default device is set
-    sent = torch.cat(words, -1).view(B, S, size, n, -1).movedim(2, 0)
+    sent = torch.cat(words, -1)
+    sent = sent.view(B, S, size, n, sent.shape[-1]).movedim(2, 0)
     came = collectives.all_to_all(sent, at)
     outs, lses = came[..., :W].view(out.dtype), came[..., W:].view(lse.dtype)[..., 0]
     merged, total = npu_merge_states(outs, lses)
