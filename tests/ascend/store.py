@@ -74,7 +74,7 @@ def read() -> Store:
         }
         for key, entries in text["compiled"].items()
     }
-    return Store(text["cases"], compiled, text["refused"], text.get("planted", {}))
+    return Store(text["cases"], compiled, text["refused"], text["planted"])
 
 
 def entry(compiled: Compiled) -> Entry:

@@ -30,6 +30,26 @@ RAGGED = dict(disguises=[], layouts=("BSND", "BSND"), spare=0, mode=0)
 
 # what python -m tests.fuzz has found
 FOUND = [
+    # no rotary channels: a part without elements has the address 0, which a plan took for an offset
+    (
+        "legal",
+        dict(
+            op="npu_latent_cache_write",
+            seed=797682267,
+            dtype="float16",
+            disguises=["garbage", "offset"],
+            b=1,
+            s=4,
+            eight="fp8",
+            page=16,
+            turned=True,
+            power=True,
+            clip=False,
+            bare=True,
+            places=340347892,
+            spoiling=340347899,
+        ),
+    ),
     # no heads: divided by their number
     (
         "illegal",

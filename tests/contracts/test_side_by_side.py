@@ -38,6 +38,7 @@ from ..support.calls import (
     other,
     outputs,
     tensors,
+    two_of,
 )
 from ..support.samples import sample
 from ..support.threads import at_once
@@ -174,13 +175,6 @@ def _each(specs: Iterable[Spec], large: list[Case]) -> pytest.MarkDecorator:
 
 every_call = _each(SPECS, _TRAINED + _LARGE)
 every_gradient = _each((spec for spec in SPECS if spec.differentiable), _TRAINED)
-
-
-def two_of(device: torch.device) -> list[torch.device]:
-    """The first two devices of the host."""
-    if device.type == "cpu" or getattr(torch, device.type).device_count() < 2:
-        pytest.skip("needs two devices")
-    return [torch.device(device.type, number) for number in range(2)]
 
 
 def made_on(made: Made, places: list[torch.device], seed: int = 0) -> list[dict[str, Any]]:

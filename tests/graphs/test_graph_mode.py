@@ -27,7 +27,7 @@ from torch._inductor.utils import run_and_get_code
 
 import custom
 
-from ..support.calls import CPU, every_spec, everything, mutated, other, tensors
+from ..support.calls import CPU, every_spec, everything, mutated, other, tensors, two_of
 from ..support.decode_step import DecodeStep, steps
 from ..support.npu_graph import stand_in
 from ..support.samples import sample
@@ -379,9 +379,7 @@ def test_two_caches_of_one_pool_on_a_device(device):
 
 
 def test_capture_on_every_device(device):
-    if device.type == "cpu" or getattr(torch, device.type).device_count() < 2:
-        pytest.skip("needs two devices")
-    places = [torch.device(device.type, number) for number in range(2)]
+    places = two_of(device)
     double = [capture(torch.add, *[torch.ones(3, device=place)] * 2) for place in places]
     for number, (place, replayed) in enumerate(zip(places, double, strict=True)):
         x = torch.full((3,), 1.0 + number, device=place)
@@ -417,9 +415,7 @@ def test_a_warm_up_refuses_what_runs_on_another_device(monkeypatch):
 
 
 def test_capture_refuses_another_gpu(device):
-    if device.type == "cpu" or getattr(torch, device.type).device_count() < 2:
-        pytest.skip("needs two devices")
-    x, y = (torch.ones(3, device=torch.device(device.type, number)) for number in range(2))
+    x, y = (torch.ones(3, device=place) for place in two_of(device))
     for call, given in (
         (lambda x, y: (x + 1, y + 1), (x, y)),
         (lambda x: (x + 1, y + 1), (x,)),

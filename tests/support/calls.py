@@ -47,6 +47,13 @@ def by_change(x: Any) -> str | None:
 
 
 @cache
+def two_of(device: torch.device) -> list[torch.device]:
+    """The first two devices of the host."""
+    if device.type == "cpu" or getattr(torch, device.type).device_count() < 2:
+        pytest.skip("needs two GPUs, or two NPUs, in this host")
+    return [torch.device(device.type, number) for number in range(2)]
+
+
 def mutated(spec: Spec) -> list[str]:
     return [name for _, name in written(overload(spec))]
 
