@@ -176,8 +176,9 @@ def test_reasons_and_verdicts_are_of_what_is_planted():
 def test_tests_of_the_verdicts_are_collected(request):
     """Those of the files that this run collects in whole."""
     options = request.config.option
-    part = options.keyword or options.markexpr or options.quick or options.lf or options.device
-    if part or any("::" in each for each in request.config.args):
+    part = options.keyword or options.markexpr or options.quick or options.device
+    again = getattr(options, "lf", False)  # of pytest's cache, which may be switched off
+    if part or again or any("::" in each for each in request.config.args):
         pytest.skip("files are collected in part")
     collected = {item.nodeid for item in request.session.items}
     files = {each.partition("::")[0] for each in collected}
