@@ -22,13 +22,15 @@ planted mistakes that a case must catch (see controls.py).  A configuration that
 fails the run, and so does a launch that the table does not list.  `LAUNCHES` says how many a case
 may have.
 
-Every kernel is lowered anew in every run.  The rest is kept in results.json: the findings of a case
-under a hash of the lowered text of every kernel that the call launched, of the case, of all that
-the call goes through (registration, checks, the op's own spec, the launcher), the reference, the
-harness and the tools; those of its refusals under that and what begins a launcher anew; those of a
-planted mistake under that of its case, the changed file and the mistake; those of a compile under a
-hash of the lowered text, the options, the compiler and what reads its output.  Whatever differs is
-run again, and `--cold` runs everything.  `--check` runs a case of every op again, drawn anew each
-time, and a sample of the rest, and compares the findings.  The first call of a case that runs is
-checked and bound, the next one, with other cores, is a repeated call.
+Every kernel is lowered anew in every run, but where `--check` finds that no file which a run reads
+has changed since the last green run of everything: then a case of every op and a sample of each
+other part are run, and what is kept stands for the rest. All else is kept in results.json: the
+findings of a case under a hash of the lowered text of every kernel that the call launched, of the
+case, of all that the call goes through (registration, checks, the op's own spec, the launcher), the
+reference, the harness and the tools; those of its refusals under that and what begins a launcher
+anew; those of a planted mistake under that of its case, the changed file and the mistake; those of
+a compile under a hash of the lowered text, the options, the compiler and what reads its output.
+Whatever differs is run again, and `--cold` runs everything. `--check` runs a case of every op
+again, drawn anew each time, and a sample of the rest, and compares the findings. The first call of
+a case that runs is checked and bound, the next one, with other cores, is a repeated call.
 """

@@ -6,6 +6,7 @@ cases       title -> [key, share of the bound, seconds]
 refused     title -> key of a case whose launches were refused once each: see anew.py
 planted     module of the case, file and title of a planted mistake -> [key, what its case said]:
             see controls.py
+tree        of the last green run of everything: see tree.py
 compilers   build -> hash of the compiler and of what reads its output
 compiled    lowered text and options -> one entry a build, in the order of `compilers`: the KiB of
             [UB, L1, L0C], then the findings as "kind: text"; or the compiler's error; or null
@@ -35,6 +36,7 @@ class Store:
     compiled: dict[str, dict[str, Entry]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     planted: dict[str, list[str]] = field(default_factory=dict)
+    tree: str = ""
 
     def write(self) -> None:
         lines = ["{", ' "cases": {']
@@ -43,7 +45,8 @@ class Store:
         lines.append(",\n".join(_line(*item) for item in sorted(self.refused.items())))
         lines += [" },", ' "planted": {']
         lines.append(",\n".join(_line(*item) for item in sorted(self.planted.items())))
-        lines += [" },", f' "compilers": {json.dumps(stamps())},', ' "compiled": {']
+        lines += [" },", f' "tree": "{self.tree}",']
+        lines += [f' "compilers": {json.dumps(stamps())},', ' "compiled": {']
         rows = {key: [of.get(build) for build in BUILDS] for key, of in self.compiled.items()}
         lines.append(",\n".join(_line(*item) for item in sorted(rows.items())))
         PATH.write_text("\n".join([*lines, " }", "}"]) + "\n")
@@ -74,7 +77,7 @@ def read() -> Store:
         }
         for key, entries in text["compiled"].items()
     }
-    return Store(text["cases"], compiled, text["refused"], text["planted"])
+    return Store(text["cases"], compiled, text["refused"], text["planted"], text.get("tree", ""))
 
 
 def entry(compiled: Compiled) -> Entry:
