@@ -98,7 +98,7 @@ def _softplus(x):
 
 
 @triton.jit
-def _inverse(x):
+def inverse(x):
     """1 / x with one instruction, whose last bit may be off."""
     if _SIMULATED:
         found = 1.0 / x
@@ -115,7 +115,7 @@ def log_decay(x, rate, lower_bound, GATE: tl.constexpr):
     if GATE == SOFTPLUS:
         return -rate * _softplus(x)
     elif GATE == BOUNDED:
-        return lower_bound * _inverse(1.0 + power(-rate * x * LOG2E))
+        return lower_bound * inverse(1.0 + power(-rate * x * LOG2E))
     else:
         return x
 

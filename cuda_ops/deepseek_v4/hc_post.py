@@ -18,16 +18,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
+from ..common import gpu, handover
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from . import hyper_connections
-from .hyper_connections import blended
 
 
 @triton.jit
-def _blend(x, residual, post, comb, out, hidden, BLOCK_D: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+def _blend(x, residual, post, comb, out, hidden, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr):
+    blocks = tl.cdiv(hidden, BLOCK_D)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    if CHAINED:
+        handover.begin(True)
     mask = d < hidden
     u = tl.load(x + token * hidden + d, mask=mask, other=0.0).to(tl.float32)
     row = token * 4 * hidden + d
@@ -37,18 +40,12 @@ def _blend(x, residual, post, comb, out, hidden, BLOCK_D: tl.constexpr):
     r3 = tl.load(residual + row + 3 * hidden, mask=mask, other=0.0).to(tl.float32)
     for k in tl.static_range(4):
         c = comb + token * 16 + k
-        tile = blended(
-            u,
-            r0,
-            r1,
-            r2,
-            r3,
-            tl.load(post + token * 4 + k),
-            tl.load(c),
-            tl.load(c + 4),
-            tl.load(c + 8),
-            tl.load(c + 12),
-        )
+        by = tl.load(post + token * 4 + k)
+        c0, c1, c2, c3 = tl.load(c), tl.load(c + 4), tl.load(c + 8), tl.load(c + 12)
+        tile = tl.fma(r0, c0, by * u)
+        tile = tl.fma(r1, c1, tile)
+        tile = tl.fma(r2, c2, tile)
+        tile = tl.fma(r3, c3, tile)
         tl.store(out + row + k * hidden, tile.to(out.dtype.element_ty), mask=mask)
 
 
@@ -56,12 +53,28 @@ def unsupported(residual: Tensor, **_: Any) -> str | None:
     return hyper_connections.unsupported(residual, "residual")
 
 
+def blend(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, out: Tensor) -> None:
+    """Into out."""
+    hidden = x.shape[-1]
+    BLOCK_D = min(1024, power_of_two(hidden))
+    chained = gpu.has_chained_launch(x.device)
+    # one axis: programs start in the order in which the tokens lie
+    launches.kernel(_blend, x.numel() // hidden * cdiv(hidden, BLOCK_D))(
+        x,
+        residual,
+        post,
+        comb,
+        out,
+        hidden,
+        BLOCK_D=BLOCK_D,
+        CHAINED=chained,
+        num_warps=4,
+        launch_pdl=chained,
+    )
+
+
 def forward(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     out = memory.empty(residual.shape, residual.dtype, residual.device)
     if out.numel():
-        hidden = x.shape[-1]
-        BLOCK_D = min(1024, power_of_two(hidden))
-        launches.kernel(_blend, x.numel() // hidden, cdiv(hidden, BLOCK_D))(
-            x, residual, post, comb, out, hidden, BLOCK_D=BLOCK_D, num_warps=4
-        )
+        blend(x, residual, post, comb, out)
     return out

@@ -2,11 +2,8 @@
 # Copyright the npu-custom-ops authors
 """hc_post, and hc_pre of the streams that it gives: what lies between two sublayers.
 
-The products of hc_pre are taken of the streams while they are made (hc_pre.py, BEHIND), with the
-roundings of both ops.
-
-    condition    kernels
-    any          hc_pre.py
+condition    kernels
+any          hc_post.py then hc_pre.py, each begun while the one ahead ends
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ from typing_extensions import Unpack
 from ...dispatch.common import memory
 from ...dispatch.ops.deepseek_v4.hc_post_pre import Arguments
 from . import hyper_connections
+from .hc_post import blend
 from .hc_pre import gates, mix, outputs
 
 
@@ -31,14 +29,7 @@ def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     streams = memory.empty(residual.shape, residual.dtype, residual.device)
     y, next_post, next_comb = outputs(residual, hc_fn)
     if residual.numel():
+        blend(a["x"], residual, a["post"], a["comb"], streams)
         made = streams.flatten(0, -3)
-        partial = mix(residual.flatten(0, -3), hc_fn, (a["x"], a["post"], a["comb"], made))
-        gates(
-            made,
-            partial,
-            y,
-            next_post,
-            next_comb,
-            a,
-        )
+        gates(made, mix(made, hc_fn), y, next_post, next_comb, a)
     return streams, y, next_post, next_comb

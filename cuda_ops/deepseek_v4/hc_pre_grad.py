@@ -29,7 +29,15 @@ from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from . import hyper_connections
 from .hc_pre import mix
-from .hyper_connections import collapsed, mixes, opened, product, returned, shares
+from .hyper_connections import (
+    collapsed,
+    inverse_root,
+    opened,
+    product,
+    returned,
+    runs_of,
+    shares,
+)
 
 # what _inner leaves of a token behind the gradients of its products: pre, two factors of the norm's
 # gradient, and the factor of the streams themselves
@@ -89,6 +97,7 @@ def _inner(
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
     NORM: tl.constexpr,
+    RUNS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
@@ -105,11 +114,13 @@ def _inner(
     base_comb = tl.zeros([4, 4], tl.float32)
     scale_comb = tl.zeros([4, 4], tl.float32)
     d_weight = tl.zeros([BLOCK_D], tl.float32)
+    step = tl.cast(tokens, tl.int64) * WIDTH
     for token in range(program * each, tl.minimum(program * each + each, tokens)):
-        root, of_pre, of_post, of_comb = mixes(
-            partial, token, tokens, runs, hidden, norm_eps, WIDTH, COUNT
-        )
-        pre = opened(of_pre, scale, base, hc_eps)
+        mix = partial + token * WIDTH
+        squares = tl.sum(runs_of(mix + COUNT + tl.zeros([1], tl.int32), step, runs, RUNS), 0)
+        root = inverse_root(tl.sum(squares, 0), 4 * hidden, norm_eps)
+        of_pre = tl.sum(runs_of(mix + j, step, runs, RUNS), 0) * root
+        pre = opened(of_pre * tl.load(scale) + tl.load(base + j), hc_eps)
         at = x + token * 4 * hidden
         grad = tl.load(d_y + token * hidden + d, mask=mask, other=0.0).to(tl.float32)
         unit, along = 1.0, 0.0
@@ -133,14 +144,16 @@ def _inner(
         to = products + token * WIDTH
         tl.store(to + j, inner * root)
         if COUNT > 4:
-            post = returned(of_post, scale, base)
+            of_post = tl.sum(runs_of(mix + 4 + j, step, runs, RUNS), 0) * root
+            of_comb = tl.sum(runs_of(mix + 8 + square, step, runs, RUNS), 0) * root
+            post = returned(of_post * tl.load(scale + 1) + tl.load(base + 4 + j))
             inner = tl.load(d_post + token * 4 + j) * post * (1.0 - 0.5 * post)
             base_post += inner
             scale_post += inner * of_post
             inner *= tl.load(scale + 1)
             own += tl.sum(inner * of_post, 0)
             tl.store(to + 4 + j, inner * root)
-            rows = shares(of_comb, scale, base)
+            rows = shares(of_comb * tl.load(scale + 2) + tl.load(base + 8 + square))
             back = _back(rows + hc_eps, tl.load(d_comb + token * 16 + square), noted, iters, hc_eps)
             mixed = rows * (back - tl.sum(back * rows, 1)[:, None])
             base_comb += mixed
@@ -294,6 +307,7 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
             a["norm_eps"],
             a["hc_eps"],
             each,
+            RUNS=power_of_two(runs),
             BLOCK_D=power_of_two(hidden),
             num_warps=hyper_connections.warps(hidden),
             **shape,

@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.convolution import sigmoid
+from ..common.convolution import SIMULATED, sigmoid
+from ..common.kda import inverse
 
 LARGEST = 16384  # hidden size that one program holds in registers
-MOST_TOKENS = 2**31 - 2**14
+MOST_TOKENS = 2**31 - 2**26  # a program each, and one for 64 of them
 MIX = tl.constexpr(24)  # 4 of pre, 4 of post, 16 of comb
 
 
@@ -32,74 +33,67 @@ def product(x, w, acc, HALF: tl.constexpr):
 
 
 @triton.jit
-def blended(u, r0, r1, r2, r3, post, c0, c1, c2, c3):
-    """A stream behind a sublayer, in float32: the same roundings wherever it is made."""
-    out = tl.fma(r0, c0, post * u)
-    out = tl.fma(r1, c1, out)
-    out = tl.fma(r2, c2, out)
-    return tl.fma(r3, c3, out)
-
-
-@triton.jit
-def _added(partial, at, step, runs):
-    """The runs of a product, in order."""
-    acc = tl.load(partial + at)
-    for run in range(1, runs):
-        acc += tl.load(partial + run * step + at)
+def product_of_streams(x, w, acc):
+    """acc + x w, x in its own dtype.  Of bfloat16 w goes in as two such numbers, 16 of its bits."""
+    if x.dtype == tl.bfloat16:
+        high = w.to(tl.bfloat16)
+        low = (w - high.to(tl.float32)).to(tl.bfloat16)
+        if SIMULATED:  # the interpreter multiplies the bits of bfloat16 as integers
+            x, high, low = x.to(tl.float32), high.to(tl.float32), low.to(tl.float32)
+        acc = tl.dot(x, high, acc)
+        acc = tl.dot(x, low, acc)
+    else:
+        acc = product(x.to(tl.float32), w, acc, x.dtype == tl.float16)
     return acc
 
 
 @triton.jit
-def mixes(partial, token, tokens, runs, hidden, eps, WIDTH: tl.constexpr, COUNT: tl.constexpr):
-    """(1 / root of the mean square, mix of pre [4], of post [4], of comb [4, 4]) of a token; of the
-    head of a model (COUNT 4) the last two are those of pre."""
-    j = tl.arange(0, 4)
-    of_comb = (4 * j[:, None] + j[None, :] + 8) % COUNT
-    step = tl.cast(tokens, tl.int64) * WIDTH
-    partial += token * WIDTH
-    squares = _added(partial, COUNT, step, runs)
-    root = 1.0 / tl.sqrt(squares / (4 * hidden) + eps)
-    pre = _added(partial, j, step, runs) * root
-    post = _added(partial, (j + 4) % COUNT, step, runs) * root
-    comb = _added(partial, of_comb, step, runs) * root
-    return root, pre, post, comb
+def runs_of(products, step, runs, RUNS: tl.constexpr):
+    """[RUNS, ..] of products whose first runs `products` [..] points to; zeros behind the last."""
+    run = tl.arange(0, RUNS)
+    for _ in tl.static_range(len(products.shape)):
+        run = tl.expand_dims(run, -1)
+    return tl.load(tl.expand_dims(products, 0) + run * step, mask=run < runs, other=0.0)
 
 
 @triton.jit
-def opened(mix, scale, base, eps):
-    """pre [4]."""
-    return sigmoid(mix * tl.load(scale) + tl.load(base + tl.arange(0, 4))) + eps
+def inverse_root(squares, count, eps):
+    return 1.0 / tl.sqrt(squares / count + eps)
 
 
 @triton.jit
-def returned(mix, scale, base):
-    """post [4]."""
-    return 2.0 * sigmoid(mix * tl.load(scale + 1) + tl.load(base + 4 + tl.arange(0, 4)))
+def opened(logits, eps):
+    """pre."""
+    return sigmoid(logits) + eps
 
 
 @triton.jit
-def shares(mix, scale, base):
-    """[4, 4], whose rows sum to 1."""
-    j = tl.arange(0, 4)
-    logits = mix * tl.load(scale + 2) + tl.load(base + 8 + 4 * j[:, None] + j[None, :])
-    grown = tl.exp(logits - tl.max(logits, 1)[:, None])
-    return grown / tl.sum(grown, 1)[:, None]
+def returned(logits):
+    """post."""
+    return 2.0 * sigmoid(logits)
+
+
+@triton.jit
+def shares(logits):
+    """[.., 4, 4], whose rows sum to 1."""
+    grown = tl.exp(logits - tl.max(logits, -1, keep_dims=True))
+    return grown / tl.sum(grown, -1, keep_dims=True)
 
 
 @triton.jit
 def by_columns(comb, eps):
-    return comb / (tl.sum(comb, 0) + eps)[None, :]
+    return comb * inverse(tl.sum(comb, -2, keep_dims=True) + eps)
 
 
 @triton.jit
 def by_rows(comb, eps):
-    return comb / (tl.sum(comb, 1) + eps)[:, None]
+    return comb * inverse(tl.sum(comb, -1, keep_dims=True) + eps)
 
 
 @triton.jit
 def entry(x, J: tl.constexpr):
-    """Number J of [4]."""
-    return tl.sum(tl.where(tl.arange(0, 4) == J, x, 0.0), 0)
+    """Number J of a row."""
+    return tl.sum(tl.where(tl.arange(0, x.shape[0]) == J, x, 0.0), 0)
 
 
 @triton.jit
