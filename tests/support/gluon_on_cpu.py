@@ -38,7 +38,7 @@ class Block(torch.Tensor):
             return self.long() & 0xFFFFFFFF if bitcast else self.double().clamp(0, 2**32 - 1).long()
         if not bitcast:
             return super().to(dtype)
-        if self.is_floating_point():
+        if self.is_floating_point() or self.itemsize == dtype.itemsize:
             return self.view(dtype)
         return super().to(torch.int32).view(dtype)  # an int64 wraps
 
@@ -157,6 +157,10 @@ class Pointer:
     def __getitem__(self, key):
         return Pointer(self.tensor, self.at[key])
 
+    def to_two_bytes(self):
+        assert self.tensor.element_size() == 4
+        return Pointer(self.tensor.view(torch.bfloat16), self.at * 2)
+
     __radd__ = __add__
 
     def memory(self, mask):
@@ -191,7 +195,7 @@ class Copies:
         self.groups = [[]]
 
     def cp_async(self, tile, pointer, mask=None):
-        tile.store(torch.full(tile.shape, float("nan"), dtype=tile.dtype))
+        tile.store(_unknown(tile.dtype, tile.shape))
         self.groups[-1].append((tile, pointer, mask))
 
     def commit_group(self):
@@ -251,7 +255,7 @@ class Barriers:
         if pred:
             with self.changed:
                 assert list(tile.shape) == list(block.block_shape)
-                tile.store(torch.full(tile.shape, float("nan"), dtype=tile.dtype))
+                tile.store(_unknown(tile.dtype, tile.shape))
                 self.of[bar.data_ptr()].copies.append((block, [int(i) for i in at], tile))
                 self.changed.notify_all()
 

@@ -3,8 +3,9 @@
 """The attention of kv_quant_sparse_attn_sharedkv.py on a Hopper GPU: sparse_attn_sharedkv.py with
 keys made of rows of 584 bytes, so that it gives the bits of the op on floats.
 
-As in sparse_attention's kernel for 8 bits the gathering warps hold half a tile in registers,
-64 columns of its keys at a time; the place of each is taken by one of the half that is next.
+Values are asked for a whole tile ahead, 64 columns of its keys at a time: five pieces of eight wait
+in the registers of the gathering warps, two in shared memory, the place of each taken by its
+successor; rotary channels are copied as they are.  Scales wait in shared memory.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ from ...sparse_attention.hopper.mla_consumers import (
     consumer1,
 )
 from .packed_rows import (
-    ask_scales,
     ask_words,
-    offsets_of,
+    copy_rotary,
+    copy_words,
     put,
     put_rotary,
+    scales_of,
     steps,
     unit,
 )
@@ -56,32 +58,52 @@ ROTARY = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def _left(x, y, z, w, by, half, words, place, offset, UNIT: gl.constexpr):
-    """Put a left half, and ask for the right one of the same rows."""
-    put(x, by, half, 0)
-    x = ask_words(words, place, UNIT, 64, 16, PIECE)
-    put(y, by, half, 1)
-    y = ask_words(words, place, UNIT, 80, 16, PIECE)
-    put(z, by, half, 2)
-    z = ask_words(words, place, UNIT, 96, 16, PIECE)
-    put(w, by, half, 3)
-    by = ask_scales(words, place, offset, 1)
-    return x, y, z, w, by
+def _ask_first(words, place, UNIT: gl.constexpr):
+    """The pieces of a tile that wait in registers: the left half, the third of the right one."""
+    x = ask_words(words, place, UNIT, 0, 16, PIECE)
+    y = ask_words(words, place, UNIT, 16, 16, PIECE)
+    z = ask_words(words, place, UNIT, 32, 16, PIECE)
+    w = ask_words(words, place, UNIT, 48, 16, PIECE)
+    v = ask_words(words, place, UNIT, 96, 16, PIECE)
+    return x, y, z, w, v
 
 
 @gluon.jit
-def _right(x, y, z, w, by, rotary, half, words, place, offset, UNIT: gl.constexpr):
-    """Put a right half, and ask for the left one of the rows that are next."""
+def _left(x, y, z, w, by, half, words, place, UNIT: gl.constexpr):
+    """Put a left half, and ask for that of the tile that is next."""
     put(x, by, half, 0)
     x = ask_words(words, place, UNIT, 0, 16, PIECE)
     put(y, by, half, 1)
     y = ask_words(words, place, UNIT, 16, 16, PIECE)
     put(z, by, half, 2)
     z = ask_words(words, place, UNIT, 32, 16, PIECE)
-    put_rotary(rotary, half)
+    put(w, by, half, 3)
     w = ask_words(words, place, UNIT, 48, 16, PIECE)
-    by = ask_scales(words, place, offset, 0)
-    return x, y, z, w, by
+    return x, y, z, w
+
+
+@gluon.jit
+def _right(v, by, half, stage, words, place, UNIT: gl.constexpr):
+    """Put a right half but for the rotary channels, and ask for that of the tile that is next."""
+    put(v, by, half, 2)
+    v = ask_words(words, place, UNIT, 96, 16, PIECE)
+    async_copy.wait_group(0)
+    for c in gl.static_range(2):
+        put(stage.index(c).load(PIECE), by, half, c)
+        copy_words(words, place, UNIT, 64 + 16 * c, stage.index(c), PIECE)
+    async_copy.commit_group()
+    return v
+
+
+@gluon.jit
+def _turned(base, places, half, bar, UNIT: gl.constexpr):
+    """The rotary channels of a tile, of which `bar` hears as well."""
+    if half.dtype == gl.bfloat16:
+        copy_rotary(base, places.load(gl.SliceLayout(1, GATHER)), UNIT, half, GATHER)
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+    else:
+        place = places.load(gl.SliceLayout(1, ROTARY))
+        put_rotary(ask_words(base, place, UNIT, 112, 32, ROTARY), half)
 
 
 @gluon.jit
@@ -92,7 +114,8 @@ def _producer(
     strides,
     items,
     tiles,
-    offsets,
+    scales,
+    stage,
     LAYOUT: gl.constexpr,
     P: gl.constexpr,
     C: gl.constexpr,
@@ -101,7 +124,6 @@ def _producer(
     q_left, q_right, _q_rope, left, right, _weights, _exchange, places, bars = tiles
     steps_of_keys = strides[6], strides[7], strides[8], strides[9]
     ROW: gl.constexpr = gl.SliceLayout(1, PIECE)
-    TURNED_ROW: gl.constexpr = gl.SliceLayout(1, ROTARY)
     column = gl.arange(0, 128, layout=LINE)
     line = gl.arange(0, 64, layout=gl.SliceLayout(1, GATHER))
     d = gl.arange(0, 256, layout=gl.SliceLayout(0, GATHER))
@@ -125,18 +147,18 @@ def _producer(
     entry = lo * 64 + column
     of_near, of_far = named(entry, near_tiles, row, note, caches, strides, P)
     outer, inner, valid = keys_of(entry, near_tiles, of_near, of_far, note, caches, strides, P)
-    places.index(0).store(places_of(entry, near_tiles, outer, inner, valid, steps_of_keys, P))
-    offsets.index(0).store(
-        offsets_of(entry, near_tiles, outer, inner, valid, caches, strides[10], strides[11], P)
-    )
+    place = places_of(entry, near_tiles, outer, inner, valid, steps_of_keys, P)
+    places.index(0).store(place)
     arrive(bars, PLACED)
+    low, high = scales_of(entry, near_tiles, outer, inner, valid, caches, strides, P)
     base0 = cache_of(lo, near_tiles, caches, P)
     place0 = places.index(0).slice(0, 64).load(ROW)
-    x = ask_words(base0, place0, UNIT, 0, 16, PIECE)
-    y = ask_words(base0, place0, UNIT, 16, 16, PIECE)
-    z = ask_words(base0, place0, UNIT, 32, 16, PIECE)
-    w = ask_words(base0, place0, UNIT, 48, 16, PIECE)
-    by = ask_scales(base0, place0, offsets.index(0).slice(0, 64).load(ROW), 0)
+    x, y, z, w, v = _ask_first(base0, place0, UNIT)
+    for c in gl.static_range(2):
+        copy_words(base0, place0, UNIT, 64 + 16 * c, stage.index(c), PIECE)
+    async_copy.commit_group()
+    scales.index(0).store(low)
+    scales.index(1).store(high)
     t = 0
     step = 0
     phase = 1
@@ -179,61 +201,36 @@ def _producer(
         of_near, of_far = named(entry, near_tiles, row, note, caches, strides, P)
         now = places.index(t & 1)
         after = places.index((t + 1) & 1)
-        now_scales = offsets.index(t & 1)
-        after_scales = offsets.index((t + 1) & 1)
-        place0 = now.slice(0, 64).load(ROW)
-        mbarrier.wait(bars.index(LEFT_FREE), phase)
-        rotary = ask_words(base0, now.slice(0, 64).load(TURNED_ROW), UNIT, 112, 32, ROTARY)
-        x, y, z, w, by = _left(
-            x, y, z, w, by, left.index(0), base0, place0, now_scales.slice(0, 64).load(ROW), UNIT
-        )
-        arrive(bars, LEFT)
-        mbarrier.wait(bars.index(RIGHT_FREE), phase)
+        by = 2 * (t & 1)
         place1 = now.slice(64, 64).load(ROW)
-        x, y, z, w, by = _right(
-            x,
-            y,
-            z,
-            w,
-            by,
-            rotary,
-            right.index(0),
-            base1,
-            place1,
-            now_scales.slice(64, 64).load(ROW),
-            UNIT,
-        )
+        mbarrier.wait(bars.index(LEFT_FREE), phase)
+        scale = scales.index(by).slice(0, 64).load(ROW)
+        x, y, z, w = _left(x, y, z, w, scale, left.index(0), base1, place1, UNIT)
+        arrive(bars, LEFT)
+        outer, inner, valid = keys_of(entry, near_tiles, of_near, of_far, note, caches, strides, P)
+        mbarrier.wait(bars.index(RIGHT_FREE), phase)
+        _turned(base0, now.slice(0, 64), right.index(0), bars.index(RIGHT), UNIT)
+        scale = scales.index(by + 1).slice(0, 64).load(ROW)
+        v = _right(v, scale, right.index(0), stage, base1, place1, UNIT)
         arrive(bars, RIGHT)
         # the places of the step before are free, since both consumers let go of its first tile
-        outer, inner, valid = keys_of(entry, near_tiles, of_near, of_far, note, caches, strides, P)
-        after.store(places_of(entry, near_tiles, outer, inner, valid, steps_of_keys, P))
-        after_scales.store(
-            offsets_of(entry, near_tiles, outer, inner, valid, caches, strides[10], strides[11], P)
-        )
+        place = places_of(entry, near_tiles, outer, inner, valid, steps_of_keys, P)
+        after.store(place)
         arrive(bars, PLACED + ((t + 1) & 1))
+        low, high = scales_of(entry, near_tiles, outer, inner, valid, caches, strides, P)
         base0 = cache_of(lo + 2 * step, near_tiles, caches, P)
-        mbarrier.wait(bars.index(LEFT_FREE + 1), phase)
-        rotary = ask_words(base1, now.slice(64, 64).load(TURNED_ROW), UNIT, 112, 32, ROTARY)
-        x, y, z, w, by = _left(
-            x, y, z, w, by, left.index(1), base1, place1, now_scales.slice(64, 64).load(ROW), UNIT
-        )
-        arrive(bars, LEFT + 1)
         place0 = after.slice(0, 64).load(ROW)
+        mbarrier.wait(bars.index(LEFT_FREE + 1), phase)
+        scale = scales.index(by).slice(64, 64).load(ROW)
+        x, y, z, w = _left(x, y, z, w, scale, left.index(1), base0, place0, UNIT)
+        arrive(bars, LEFT + 1)
         mbarrier.wait(bars.index(RIGHT_FREE + 1), phase)
-        x, y, z, w, by = _right(
-            x,
-            y,
-            z,
-            w,
-            by,
-            rotary,
-            right.index(1),
-            base0,
-            place0,
-            after_scales.slice(0, 64).load(ROW),
-            UNIT,
-        )
+        _turned(base1, now.slice(64, 64), right.index(1), bars.index(RIGHT + 1), UNIT)
+        scale = scales.index(by + 1).slice(64, 64).load(ROW)
+        v = _right(v, scale, right.index(1), stage, base0, place0, UNIT)
         arrive(bars, RIGHT + 1)
+        scales.index(2 - by).store(low)
+        scales.index(3 - by).store(high)
         phase = phase ^ 1
         t += 1
     async_copy.wait_group(0)
@@ -317,6 +314,7 @@ def _attend(
     to = Output(out, partial, partial_max, partial_sum, lse, lse, sinks)
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    STAGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
     dtype: gl.constexpr = q.dtype.element_ty
     q_left = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
     q_right = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
@@ -325,10 +323,13 @@ def _attend(
     weights = gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLED)
     exchange = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
     places = gl.allocate_shared_memory(gl.int32, [3, 128], FLAT)
-    offsets = gl.allocate_shared_memory(gl.int64, [2, 128], FLAT)
+    scales = gl.allocate_shared_memory(gl.int32, [4, 128], FLAT)
+    stage = gl.allocate_shared_memory(gl.int32, [2, 64, 16], STAGE)
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    COPIES: gl.constexpr = 128 if dtype == gl.bfloat16 else 0
     for i in gl.static_range(QUERY):
-        mbarrier.init(bars.index(i), count=1)
+        # the right halves: the rotary copies of 128 threads beside them
+        mbarrier.init(bars.index(i), count=1 + COPIES if i == RIGHT or i == RIGHT + 1 else 1)
     mbarrier.init(bars.index(QUERY), count=129)  # copies of 128 threads, and the number of steps
     mbarrier.init(bars.index(QUERY_FREE), count=2)
     barrier()
@@ -337,7 +338,7 @@ def _attend(
         [
             (consumer0, (tiles, 128, items, scale_log2, to, C)),
             (consumer1, (tiles, 128, items, scale_log2, to, C)),
-            (_producer, (q, caches, of, strides, items, tiles, offsets, LAYOUT, P, C, UNIT)),
+            (_producer, (q, caches, of, strides, items, tiles, scales, stage, LAYOUT, P, C, UNIT)),
         ],
         [4, 4],
         [208, 96],

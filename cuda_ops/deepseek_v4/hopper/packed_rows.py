@@ -9,9 +9,31 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...common.gluon_names import cp_async
 from ...sparse_attention.hopper.kv_quant_sparse_flash_attention import E4M3
 
 ROW_WORDS = 144
+# four e4m3 times a power of two, in pairs of bfloat16
+SCALED = gl.constexpr("""{
+    .reg .b16 low, high, x, y;
+    .reg .b32 pair;
+    .reg .f32 a, b;
+    mov.b32 {low, high}, $4;
+    cvt.rn.f16x2.e4m3x2 pair, low;
+    mov.b32 {x, y}, pair;
+    cvt.f32.f16 a, x;
+    cvt.f32.f16 b, y;
+    cvt.rn.bf16x2.f32 pair, b, a;
+    mul.rn.bf16x2 pair, pair, $5;
+    mov.b32 {$0, $1}, pair;
+    cvt.rn.f16x2.e4m3x2 pair, high;
+    mov.b32 {x, y}, pair;
+    cvt.f32.f16 a, x;
+    cvt.f32.f16 b, y;
+    cvt.rn.bf16x2.f32 pair, b, a;
+    mul.rn.bf16x2 pair, pair, $5;
+    mov.b32 {$2, $3}, pair;
+}""")
 
 
 @gluon.jit
@@ -28,6 +50,19 @@ def floats_of(words):
 
 
 @gluon.jit
+def scaled(words, by):
+    """Four tensors of the bits of bfloat16: the bytes of words as e4m3, times the pairs `by`."""
+    return gl.inline_asm_elementwise(
+        SCALED,
+        "=h,=h,=h,=h,r,r",
+        [words, by],
+        (gl.int16, gl.int16, gl.int16, gl.int16),
+        True,
+        1,
+    )
+
+
+@gluon.jit
 def ask_words(
     words, place, UNIT: gl.constexpr, WORD: gl.constexpr, COUNT: gl.constexpr, OF: gl.constexpr
 ):
@@ -38,6 +73,28 @@ def ask_words(
 
 
 @gluon.jit
+def copy_words(words, place, UNIT: gl.constexpr, WORD: gl.constexpr, to, OF: gl.constexpr):
+    """The same, to shared memory."""
+    d = WORD + gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, OF))
+    at = (words + gl.maximum(place, 0).to(gl.int64) * UNIT)[:, None] + d[None, :]
+    cp_async(to, at, mask=(place >= 0)[:, None])
+
+
+@gluon.jit
+def two_bytes(words):
+    """Where words lie, as bfloat16."""
+    return words.to(gl.pointer_type(gl.bfloat16))
+
+
+@gluon.jit
+def copy_rotary(words, place, UNIT: gl.constexpr, right, OF: gl.constexpr):
+    """The last 64 columns, of bfloat16 as they are."""
+    d = 224 + gl.arange(0, 64, layout=gl.SliceLayout(0, OF))
+    rows = two_bytes(words) + gl.maximum(place, 0).to(gl.int64) * (2 * UNIT)
+    cp_async(right.slice(192, 64, dim=1), rows[:, None] + d[None, :], mask=(place >= 0)[:, None])
+
+
+@gluon.jit
 def ask_scales(words, place, offset, HALF: gl.constexpr):
     """The exponents of half a row."""
     return gl.load(words + gl.maximum(offset, 0) + HALF, mask=place >= 0, other=0)
@@ -45,12 +102,18 @@ def ask_scales(words, place, offset, HALF: gl.constexpr):
 
 @gluon.jit
 def put(words, scales, half, PART: gl.constexpr):
-    """64 columns of values: the product in float32, rounded once."""
-    a, b, c, d = floats_of(words)
-    by = (((scales >> (8 * PART)) & 255) << 23).to(gl.float32, bitcast=True)[:, None]
-    wide = gl.join(gl.join(a * by, c * by), gl.join(b * by, d * by))
-    to = half.slice(PART * 64, 64, dim=1)
-    to.store(gl.reshape(wide.to(half.dtype), [words.shape[0], 64]))
+    """64 columns of values: the product rounded once, which of a power of two and bfloat16 is the
+    product of bfloat16."""
+    by = ((scales >> (8 * PART)) & 255)[:, None]
+    if half.dtype == gl.bfloat16:
+        by = gl.convert_layout((by * 0x800080).broadcast_to(words.shape), words.type.layout)
+        a, b, c, d = scaled(words, by)
+        wide = gl.join(gl.join(a, c), gl.join(b, d)).to(gl.bfloat16, bitcast=True)
+    else:
+        by = (by << 23).to(gl.float32, bitcast=True)
+        a, b, c, d = floats_of(words)
+        wide = gl.join(gl.join(a * by, c * by), gl.join(b * by, d * by)).to(half.dtype)
+    half.slice(PART * 64, 64, dim=1).store(gl.reshape(wide, [words.shape[0], 64]))
 
 
 @gluon.jit
@@ -63,14 +126,20 @@ def put_rotary(words, right):
 
 
 @gluon.jit
-def offsets_of(entry, tiles, outer, inner, valid, caches, page, other_page, P: gl.constexpr):
-    """Where scales of keys lie, in words from where their cache begins, negative where absent;
-    pages are so many words apart."""
-    offset = outer * page + caches.ori_size * 144 + inner * 2
+def scales_of(entry, tiles, outer, inner, valid, caches, strides, P: gl.constexpr):
+    """Both halves' exponents of keys of a row."""
+    at = caches.ori + (outer * strides[10] + caches.ori_size * 144 + inner * 2)
+    there = valid
     if P.ENTRIES:
-        other = outer * other_page + caches.cmp_size * 144 + inner * 2
-        offset = gl.where(entry < tiles * 64, offset, other)
-    return gl.where(valid, offset, -1).to(gl.int64)
+        there = valid & (entry < tiles * 64)
+    low = gl.load(at, mask=there, other=0)
+    high = gl.load(at + 1, mask=there, other=0)
+    if P.ENTRIES:
+        at = caches.cmp + (outer * strides[11] + caches.cmp_size * 144 + inner * 2)
+        there = valid & (entry >= tiles * 64)
+        low = gl.where(there, gl.load(at, mask=there, other=0), low)
+        high = gl.where(there, gl.load(at + 1, mask=there, other=0), high)
+    return low, high
 
 
 def page_words(rows: Tensor | None) -> int:

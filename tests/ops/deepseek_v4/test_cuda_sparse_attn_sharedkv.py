@@ -69,6 +69,8 @@ def ran(monkeypatch):
         monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
         monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 9)
         monkeypatch.setattr(packed_rows, "floats_of", as_e4m3)
+        monkeypatch.setattr(packed_rows, "scaled", as_scaled)
+        monkeypatch.setattr(packed_rows, "two_bytes", lambda words: words.to_two_bytes())
         stand_in(
             monkeypatch,
             many,
@@ -84,6 +86,12 @@ def as_e4m3(words: Tensor) -> list[Tensor]:
     """What it says in PTX."""
     parts = words.view(torch.uint8).view(*words.shape, 4).view(torch.float8_e4m3fn)
     return [*parts.float().unbind(-1)]
+
+
+def as_scaled(words: Tensor, by: Tensor) -> list[Tensor]:
+    """The same, of bfloat16 times pairs of it."""
+    by = by.contiguous().view(torch.bfloat16)[..., ::2]
+    return [(x.bfloat16() * by).view(torch.int16) for x in as_e4m3(words)]
 
 
 def solve(problem: Problem, layouts: tuple[str, str], dtype: torch.dtype, slots: bool = False):
