@@ -12,6 +12,7 @@ threshold) or too many do (rows of many equal scores), it searches the whole row
 A score of -inf is absent.
 
     condition                  kernels
+    Hopper, rows up to 32K     hopper/topk_of_short_rows.py: a warp collects by itself
     Hopper                     hopper/topk.py
     rows of up to two tiles    _topk
     else                       _collect then _topk
@@ -30,6 +31,7 @@ from ..common import gpu
 from ..common.topk import BLOCK, EVERY
 from ..runtime import launches
 from .hopper import topk as hopper
+from .hopper import topk_of_short_rows as hopper_short
 
 __all__ = ["BLOCK", "EVERY", "MOST", "topk"]
 
@@ -423,7 +425,8 @@ def topk(
     `sample`: every EVERY-th of the scores, if they are at hand."""
     (rows, width), device = scores.shape, scores.device
     if hopper.supports(device):
-        hopper.launch(scores, lengths, indices, values, k, sample)
+        way = hopper_short if hopper_short.takes(scores, k, sample) else hopper
+        way.launch(scores, lengths, indices, values, k, sample)
         return
     # enough programs for every SM, and for their neighbours to hide each other's waits
     chunks = 16 if rows <= 16 else 8 if rows <= 64 else 4 if rows <= 512 else 1

@@ -247,6 +247,7 @@ def indexed(monkeypatch):
         hopper.tma,
         hopper.lightning_indexer,
         hopper.topk,
+        hopper.topk_of_short_rows,
     )
     return launches
 
@@ -645,6 +646,21 @@ def test_topk(n, k, kind, monkeypatch):
     values = torch.full((3, k), torch.nan)
     sample = scores[:, ::EVERY].contiguous() if n == 65536 else None
     hopper.topk.launch(scores, lengths, indices, values, k, sample)
+    wanted, value = best_of(scores, lengths, k)
+    assert torch.equal(indices, wanted) and torch.equal(values, value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("copies, n, k", [(1, 12288, 512), (7, 9000, 50), (22, 4096, 30)])
+def test_topk_of_short_rows(copies, n, k, kind, monkeypatch):
+    stand_in(monkeypatch, hopper.topk, hopper.topk_of_short_rows)
+    scores = scores_of(kind, n).repeat(copies, 1)
+    lengths = torch.tensor([n, n - 7, 13], dtype=torch.int32).repeat(copies)
+    indices = torch.full((3 * copies, k), -9, dtype=torch.int32)
+    values = torch.full((3 * copies, k), torch.nan)
+    sample = scores[:, ::EVERY].contiguous()
+    assert hopper.topk_of_short_rows.takes(scores, k, sample)
+    hopper.topk_of_short_rows.launch(scores, lengths, indices, values, k, sample)
     wanted, value = best_of(scores, lengths, k)
     assert torch.equal(indices, wanted) and torch.equal(values, value)
 

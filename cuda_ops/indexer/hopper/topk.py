@@ -32,12 +32,12 @@ def _tiled(size, warps):
 
 
 @gluon.jit
-def _plus(a, b):
+def plus(a, b):
     return a + b
 
 
 @gluon.jit
-def _ordered(x):
+def ordered(x):
     """int32 whose order is that of the floats."""
     bits = (x + 0.0).to(gl.int32, bitcast=True)  # + 0.0: one zero, not two
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -49,7 +49,7 @@ def _float(key):
 
 
 @gluon.jit
-def _lanes(BLOCK: gl.constexpr):
+def lanes(BLOCK: gl.constexpr):
     """0 .. BLOCK - 1, as a tile."""
     L: gl.constexpr = _tiled(BLOCK, gl.num_warps())
     row = gl.arange(0, BLOCK // 128, layout=gl.SliceLayout(1, L))
@@ -92,14 +92,14 @@ def _ranks(x):
     BLOCK: gl.constexpr = x.numel
     W: gl.constexpr = gl.num_warps()
     R: gl.constexpr = BLOCK // 128
-    pairs: gl.constexpr = gl.BlockedLayout([R // W, R // 32], [1, 32], [W, 1], [1, 0])
+    pairs: gl.constexpr = gl.BlockedLayout([R // W, max(1, R // 32)], [1, 32], [W, 1], [1, 0])
     totals = gl.sum(x, 1)
     all_ = gl.convert_layout(totals, gl.SliceLayout(0, pairs))
     row = gl.arange(0, R, layout=gl.SliceLayout(1, pairs))
     other = gl.arange(0, R, layout=gl.SliceLayout(0, pairs))
     before = gl.sum(gl.where(other[None, :] < row[:, None], all_[None, :], 0), 1)
     before = gl.convert_layout(before, totals.type.layout)
-    return gl.associative_scan(x, 1, _plus) + before[:, None], gl.sum(all_, 0)
+    return gl.associative_scan(x, 1, plus) + before[:, None], gl.sum(all_, 0)
 
 
 @gluon.jit
@@ -118,7 +118,7 @@ def _first_cuts(lo, hi, k, above, tail):
     guess = guess / gl.log(above.to(gl.float32))
     first = gl.where(tail, low + 0.75 * guess, low + step)
     second = gl.where(tail, low + 1.6 * guess, high - step)
-    return _inside(lo, hi, _ordered(first), _ordered(second))
+    return _inside(lo, hi, ordered(first), ordered(second))
 
 
 @gluon.jit
@@ -186,7 +186,7 @@ def _raw(scores, i, lane, end, WHOLE: gl.constexpr):
 @gluon.jit
 def _threshold_of_row(scores, length, k, BLOCK: gl.constexpr):
     """_threshold without slack, over a whole row in memory."""
-    lane = _lanes(BLOCK)
+    lane = lanes(BLOCK)
     lo = length * 0 + (MINUS_INF + 1)
     hi = length * 0 + 2147483647
     above = length
@@ -196,7 +196,7 @@ def _threshold_of_row(scores, length, k, BLOCK: gl.constexpr):
         n1 = lane * 0
         n2 = lane * 0
         for i in range(0, length, BLOCK):
-            key = _ordered(_raw(scores, i, lane, length, False))
+            key = ordered(_raw(scores, i, lane, length, False))
             n1 += (key >= d1).to(gl.int32)
             n2 += (key >= d2).to(gl.int32)
         lo, hi, above, below, _ = _narrow(
@@ -213,7 +213,7 @@ def _store(indices, values, to, pos, key, take, VALUES: gl.constexpr):
 
 
 @gluon.jit
-def _select(key, pos, k, indices, values, tail, VALUES: gl.constexpr):
+def select(key, pos, k, indices, values, tail, VALUES: gl.constexpr):
     """Store the k best of a tile of up to 2**13 keys, in the order of their positions; returns how
     many."""
     lowest, highest, all_ = _survey(key)
@@ -231,18 +231,18 @@ def _select(key, pos, k, indices, values, tail, VALUES: gl.constexpr):
 
 
 @gluon.jit
-def _select_row(scores, length, k, indices, values, BLOCK: gl.constexpr, VALUES: gl.constexpr):
-    """_select over a whole row in memory."""
-    lane = _lanes(BLOCK)
+def select_row(scores, length, k, indices, values, BLOCK: gl.constexpr, VALUES: gl.constexpr):
+    """select over a whole row in memory."""
+    lane = lanes(BLOCK)
     least = _threshold_of_row(scores, length, k, BLOCK)
     above = lane * 0
     for i in range(0, length, BLOCK):
-        above += (_ordered(_raw(scores, i, lane, length, False)) > least).to(gl.int32)
+        above += (ordered(_raw(scores, i, lane, length, False)) > least).to(gl.int32)
     need = k - _count(above)
     taken = 0
     before = 0
     for i in range(0, length, BLOCK):
-        key = _ordered(_raw(scores, i, lane, length, False))
+        key = ordered(_raw(scores, i, lane, length, False))
         tie = ((key == least) & (key > MINUS_INF)).to(gl.int32)
         rank, ties = _ranks(tie)
         take = gl.where((key > least) | ((tie > 0) & (rank + before <= need)), 1, 0)
@@ -256,7 +256,7 @@ def _select_row(scores, length, k, indices, values, BLOCK: gl.constexpr, VALUES:
 @gluon.jit
 def _sampled(sample, length, EACH: gl.constexpr, SAMPLE: gl.constexpr, SPARSE: gl.constexpr):
     """(a row's sample, how many it has): every EACH-th score or, where SPARSE, fewer."""
-    lane = _lanes(SAMPLE)
+    lane = lanes(SAMPLE)
     valid = length // EACH
     if SPARSE:
         step = gl.maximum((valid + SAMPLE - 1) // SAMPLE, 1)
@@ -268,9 +268,9 @@ def _sampled(sample, length, EACH: gl.constexpr, SAMPLE: gl.constexpr, SPARSE: g
 
 
 @gluon.jit
-def _bound(x, drawn, length, k):
+def bound(x, drawn, length, k):
     """A score that some 1.4 k of the row should reach."""
-    key = _ordered(x)
+    key = ordered(x)
     # of the sample, as many as of the row, and four standard deviations more
     wanted = k.to(gl.float32) * drawn.to(gl.float32) / length.to(gl.float32)
     wanted = (wanted + 4.0 * gl.sqrt(wanted)).to(gl.int32) + 4
@@ -314,9 +314,9 @@ def _collect(
     if (length > 2 * BLOCK) & (lo < hi):  # shorter rows are selected from directly
         scores += row * stride
         candidates += (row * CHUNKS + chunk) * ROOM
-        lane = _lanes(BLOCK)
+        lane = lanes(BLOCK)
         ahead = _raw(scores, lo, lane, hi, WHOLE)
-        least = _bound(drawn, valid, length, k)
+        least = bound(drawn, valid, length, k)
         for i in range(lo, hi, BLOCK):
             x = ahead
             if i + BLOCK < hi:
@@ -333,10 +333,10 @@ def _collect(
 
 
 @gluon.jit
-def _apart(both, valid):
+def apart(both, valid):
     """(key, position) of candidates; -inf where there is none."""
     score = (both >> 32).to(gl.int32).to(gl.float32, bitcast=True)
-    return gl.where(valid, _ordered(score), MINUS_INF), both.to(gl.int32)
+    return gl.where(valid, ordered(score), MINUS_INF), both.to(gl.int32)
 
 
 @gluon.jit
@@ -345,7 +345,7 @@ def _dealt(candidates, counts, CHUNKS: gl.constexpr, ROOM: gl.constexpr, BLOCK: 
     L: gl.constexpr = _tiled(BLOCK, gl.num_warps())
     EACH: gl.constexpr = BLOCK // CHUNKS
     chunk = gl.arange(0, BLOCK // 128, layout=gl.SliceLayout(1, L)) * 128 // EACH
-    slot = _lanes(BLOCK) % EACH
+    slot = lanes(BLOCK) % EACH
     both = gl.load(candidates + (chunk * ROOM)[:, None] + slot)
     return both, slot < gl.load(counts + chunk)[:, None]
 
@@ -355,26 +355,26 @@ def _packed(
     candidates, counts, total, CHUNKS: gl.constexpr, ROOM: gl.constexpr, BLOCK: gl.constexpr
 ):
     """(key, position) of a row's candidates, up to BLOCK, brought together chunk after chunk."""
-    lane = _lanes(BLOCK)
+    lane = lanes(BLOCK)
     at = lane
     before = 0
     for chunk in gl.static_range(CHUNKS):
         at = gl.where(lane >= before, lane - before + chunk * ROOM, at)
         before += gl.load(counts + chunk)
-    return _apart(gl.load(candidates + at, mask=lane < total, other=0), lane < total)
+    return apart(gl.load(candidates + at, mask=lane < total, other=0), lane < total)
 
 
 @gluon.jit
 def _select_all(scores, length, k, indices, values, BLOCK: gl.constexpr, VALUES: gl.constexpr):
-    """_select of a row of up to BLOCK scores."""
-    lane = _lanes(BLOCK)
-    key = _ordered(_raw(scores, 0, lane, length, False))
-    return _select(key, lane, k, indices, values, False, VALUES)
+    """select of a row of up to BLOCK scores."""
+    lane = lanes(BLOCK)
+    key = ordered(_raw(scores, 0, lane, length, False))
+    return select(key, lane, k, indices, values, False, VALUES)
 
 
 @gluon.jit
 def _select_short(scores, length, k, indices, values, BLOCK: gl.constexpr, VALUES: gl.constexpr):
-    """_select of a row of up to 2 * BLOCK scores."""
+    """select of a row of up to 2 * BLOCK scores."""
     if length <= BLOCK:
         found = _select_all(scores, length, k, indices, values, BLOCK, VALUES)
     else:
@@ -419,24 +419,24 @@ def _topk(
         short = length <= 2 * BLOCK
         if (length <= BLOCK) | ((~short) & (total >= k) & (most <= BLOCK // CHUNKS)):
             if short:
-                pos = _lanes(BLOCK)
-                key = _ordered(_raw(scores, 0, pos, length, False))
+                pos = lanes(BLOCK)
+                key = ordered(_raw(scores, 0, pos, length, False))
             else:
-                key, pos = _apart(both, valid)
-            found = _select(key, pos, k, indices, values, ~short, VALUES)
+                key, pos = apart(both, valid)
+            found = select(key, pos, k, indices, values, ~short, VALUES)
         elif short | ((total >= k) & (most <= ROOM) & (total <= 2 * BLOCK)):
             if short:
-                pos = _lanes(2 * BLOCK)
-                key = _ordered(_raw(scores, 0, pos, length, False))
+                pos = lanes(2 * BLOCK)
+                key = ordered(_raw(scores, 0, pos, length, False))
             else:
                 key, pos = _packed(candidates, counts, total, CHUNKS, ROOM, 2 * BLOCK)
-            found = _select(key, pos, k, indices, values, ~short, VALUES)
+            found = select(key, pos, k, indices, values, ~short, VALUES)
         else:
-            found = _select_row(scores, length, k, indices, values, BLOCK, VALUES)
+            found = select_row(scores, length, k, indices, values, BLOCK, VALUES)
     else:
         found = _select_short(scores, length, k, indices, values, BLOCK, VALUES)
     if found < k:  # -1, and 0 for a value, past the entries found
-        lane = _lanes(2 * BLOCK)
+        lane = lanes(2 * BLOCK)
         past = (lane >= found) & (lane < k)
         gl.store(indices + lane, -1, mask=past)
         if VALUES:

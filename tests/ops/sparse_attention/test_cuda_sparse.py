@@ -209,6 +209,22 @@ def test_topk_is_exact(n, k, kind, path, monkeypatch):
     assert torch.equal(values.cpu(), value)
 
 
+@gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n, k", ((7000, 50), (20000, 512), (65536, 2048), (131072, 512)))
+@pytest.mark.parametrize("copies", (12, 40, 250))
+def test_topk_of_many_rows(copies, n, k, kind):
+    topk = importlib.import_module("custom.cuda_ops.indexer.topk")
+    scores, lengths = scores_of(kind, n), torch.tensor([n, n - 7, n // 2], dtype=torch.int32)
+    wanted, _ = best_of(scores, lengths, k)
+    scores = scores.to(DEVICE).repeat(copies, 1)
+    lengths = lengths.to(DEVICE).repeat(copies)
+    indices = torch.full((3 * copies, k), -9, dtype=torch.int32, device=DEVICE)
+    sample = scores[:, :: topk.EVERY].contiguous()
+    topk.topk(scores, lengths, indices, torch.empty(0, device=DEVICE), k, sample)
+    assert torch.equal(indices.cpu(), wanted.repeat(copies, 1))
+
+
 GRADIENTS = {
     "packed": CASES["packed"],
     "idle rows": CASES["idle rows"],
