@@ -12,7 +12,7 @@ threshold) or too many do (rows of many equal scores), it searches the whole row
 A score of -inf is absent.
 
     condition                  kernels
-    Hopper, rows up to 32K     hopper/topk_of_short_rows.py: a warp collects by itself
+    Hopper, rows up to 32K     hopper/topk_of_short_rows.py
     Hopper                     hopper/topk.py
     rows of up to two tiles    _topk
     else                       _collect then _topk
@@ -425,7 +425,7 @@ def topk(
     `sample`: every EVERY-th of the scores, if they are at hand."""
     (rows, width), device = scores.shape, scores.device
     if hopper.supports(device):
-        way = hopper_short if hopper_short.takes(scores, k, sample) else hopper
+        way = hopper_short if hopper_short.supports(scores, k, sample) else hopper
         way.launch(scores, lengths, indices, values, k, sample)
         return
     # enough programs for every SM, and for their neighbours to hide each other's waits

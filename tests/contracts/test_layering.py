@@ -157,6 +157,7 @@ ROOMS = (
     "places",
     "rotation",
     "rows",
+    "selection",
     "tma",
 )
 

@@ -246,6 +246,7 @@ def indexed(monkeypatch):
         hopper.rows,
         hopper.tma,
         hopper.lightning_indexer,
+        hopper.selection,
         hopper.topk,
         hopper.topk_of_short_rows,
     )
@@ -640,7 +641,7 @@ def test_attention_whose_output_tma_cannot_store(size, kernel, few_processors, m
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n, k", [(16, 20), (300, 30), (7000, 50), (20000, 2048), (65536, 2048)])
 def test_topk(n, k, kind, monkeypatch):
-    stand_in(monkeypatch, hopper.topk)
+    stand_in(monkeypatch, hopper.selection, hopper.topk)
     scores, lengths = scores_of(kind, n), torch.tensor([n, n - 7, 13], dtype=torch.int32)
     indices = torch.full((3, k), -9, dtype=torch.int32)
     values = torch.full((3, k), torch.nan)
@@ -653,13 +654,13 @@ def test_topk(n, k, kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("copies, n, k", [(1, 12288, 512), (7, 9000, 50), (22, 4096, 30)])
 def test_topk_of_short_rows(copies, n, k, kind, monkeypatch):
-    stand_in(monkeypatch, hopper.topk, hopper.topk_of_short_rows)
+    stand_in(monkeypatch, hopper.selection, hopper.topk_of_short_rows)
     scores = scores_of(kind, n).repeat(copies, 1)
     lengths = torch.tensor([n, n - 7, 13], dtype=torch.int32).repeat(copies)
     indices = torch.full((3 * copies, k), -9, dtype=torch.int32)
     values = torch.full((3 * copies, k), torch.nan)
     sample = scores[:, ::EVERY].contiguous()
-    assert hopper.topk_of_short_rows.takes(scores, k, sample)
+    assert hopper.topk_of_short_rows.supports(scores, k, sample)
     hopper.topk_of_short_rows.launch(scores, lengths, indices, values, k, sample)
     wanted, value = best_of(scores, lengths, k)
     assert torch.equal(indices, wanted) and torch.equal(values, value)

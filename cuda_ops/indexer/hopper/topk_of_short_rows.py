@@ -17,10 +17,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....dispatch.common import memory
 from ...common.gluon_names import barrier
+from ...common.hopper.selection import apart, bound, lanes, ordered, plus, select, select_row
 from ...common.tiling import power_of_two
 from ...common.topk import BLOCK, EVERY
 from ...runtime import launches
-from .topk import apart, bound, lanes, ordered, plus, select, select_row
 
 EACH = gl.constexpr(EVERY)
 TILE = gl.constexpr(512)  # scores a warp reads at once
@@ -231,7 +231,7 @@ def _held(k: int) -> int:
     return 2048 if k <= 512 else 4096
 
 
-def takes(scores: Tensor, k: int, sample: Tensor | None) -> bool:
+def supports(scores: Tensor, k: int, sample: Tensor | None) -> bool:
     """Few rows that are shorter still take one launch of topk.py."""
     rows, width = scores.shape
     least = 2 * BLOCK if rows <= 64 else _held(k)
