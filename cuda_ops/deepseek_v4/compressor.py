@@ -11,8 +11,8 @@ Columns are independent up to the norm, so `_pool` takes blocks of them: its pro
 states that are history, and write none.  `_finish` ends a row, `_keep` writes the states, behind
 all who read them.  What the product's runs came to is added up where it is read.
 
-Few tokens of a request close one window at most.  `_step` has a program for each request, which
-reads its history while the product still runs.
+Few tokens of a request close one window at most.  `_step` has a program for each request, or for
+some channels of one whose history is long, which reads it while the product still runs.
 
     condition                                          kernels
     up to 8 tokens a request, and no more than a       prolog/nz_matmul.py then _step
@@ -47,7 +47,10 @@ BLOCK = 128  # channels of a program that pools
 WIDE = 1024  # numbers of a program that keeps states
 V4 = tl.constexpr(4)  # beside the kinds of quantise.py: rows of 584 bytes
 MOST_REQUESTS, MOST_CHANNELS = 2**14, 2**12
-FEW, NARROW = 8, 2**10  # tokens of a request, and channels, of which a program does all
+FEW, NARROW = 8, 2**10  # tokens of a request, and channels, of which a step has all
+MANY = 2**14  # numbers of a request's history, each with its logit, that many programs read
+NARROWEST = 32  # channels of such a program
+IN_FLIGHT = 2**12  # numbers that it asks for at once
 
 
 class Requests(NamedTuple):
@@ -119,8 +122,10 @@ class Ending(NamedTuple):
 
 
 class Start(NamedTuple):
-    """How a step begins: states read at once, and as handover.follow says."""
+    """How a step is cut and begins: PARTS programs a request, BLOCK_L states read at once, and as
+    handover.follow says."""
 
+    PARTS: int
     BLOCK_L: int
     CHAINED: bool
     LATE: bool
@@ -196,6 +201,26 @@ def _state_at(position, valid, request, of, WIDTH: tl.constexpr, state_page, RIN
 
 
 @triton.jit
+def _history_at(
+    i, column, inner, valid, request, of, WIDTH: tl.constexpr, state_page, RING: tl.constexpr
+):
+    """The same of the i-th positions behind number `inner` of page `column`, at most a ring of
+    them.  Each thread divides for all of its rows, so in 32 bits."""
+    i += inner
+    turn = i // of.page
+    inner = i - turn * of.page
+    column += turn
+    if RING:
+        column = tl.where(column >= of.columns, column - of.columns, column)
+    valid = valid & (column < of.columns)
+    entry = tl.load(
+        of.table + request.to(tl.int64) * of.table_stride + column, mask=valid, other=-1
+    ).to(tl.int64)
+    valid = valid & (entry >= 0) & (entry < of.pages)
+    return tl.where(valid, entry, 0) * state_page + inner.to(tl.int64) * WIDTH, valid
+
+
+@triton.jit
 def _added(runs, at, mask, run_stride, RUNS: tl.constexpr):
     """What the runs of the product come to."""
     total = tl.load(runs + at, mask=mask, other=0.0)
@@ -247,6 +272,16 @@ def _grown(top, total, acc, kv, z):
     share = tl.exp(z - base[None, :])
     kept = tl.exp(top - base)
     return peak, total * kept + tl.sum(share, 0), acc * kept + tl.sum(share * kv, 0)
+
+
+@triton.jit
+def _joined(top, total, acc, kv, z):
+    """The same over one token more [channels]."""
+    peak = tl.maximum(top, z)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    share = tl.exp(z - base)
+    kept = tl.exp(top - base)
+    return peak, total * kept + share, acc * kept + share * kv
 
 
 @triton.jit(
@@ -322,9 +357,24 @@ def partners(d, D: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
-def _store(y, row, request, number, to, C: tl.constexpr, E: tl.constexpr):
-    """An entry in float32, normed and rotated, to wherever it goes; number -1: there is none."""
-    closed = number >= 0
+def _page_of(request, number, to, E: tl.constexpr):
+    """(the page of entry `number`, whether there is one)"""
+    entry, there = tl.full([], 0, tl.int64), number >= 0
+    if E.CACHE:
+        w = number // to.page
+        there = there & (w < to.columns)
+        entry = tl.load(
+            to.table + request.to(tl.int64) * to.table_stride + w, mask=there, other=-1
+        ).to(tl.int64)
+        there = there & (entry >= 0) & (entry < to.pages)
+        entry = tl.where(there, entry, 0)
+    return entry, there
+
+
+@triton.jit
+def _store(y, row, number, entry, there, to, C: tl.constexpr, E: tl.constexpr):
+    """An entry in float32, normed and rotated, to wherever it goes: its page is `entry`, if it is
+    there."""
     d = tl.arange(0, E.BLOCK_D)
     at = row.to(tl.int64) * C.D
     y = tl.reshape(y, [1, E.BLOCK_D])
@@ -335,13 +385,6 @@ def _store(y, row, request, number, to, C: tl.constexpr, E: tl.constexpr):
     if E.OUT:
         tl.store(to.out + at + column, h.to(to.out.dtype.element_ty), mask=column < C.D)
     if E.CACHE:
-        w = number // to.page
-        there = closed & (w < to.columns)
-        entry = tl.load(
-            to.table + request.to(tl.int64) * to.table_stride + w, mask=there, other=-1
-        ).to(tl.int64)
-        there = there & (entry >= 0) & (entry < to.pages)
-        entry = tl.where(there, entry, 0)
         inner = number % to.page
         if E.KIND == V4:
             # tiles of 64, the last of them rotary channels in bfloat16
@@ -443,7 +486,59 @@ def _finish(
         entry_pages,
         entry_page,
     )
-    _store(y, row, request, number, to, C, E)
+    entry, there = _page_of(request, number, to, E)
+    _store(y, row, number, entry, there, to, C, E)
+
+
+@triton.jit
+def _ending_of(row, number, norm, sin, cos, angle_row, C: tl.constexpr, E: tl.constexpr):
+    """(gain, sine, cosine) of the channels of an entry, where they have any."""
+    d = tl.arange(0, E.BLOCK_D)
+    gain = tl.full([E.BLOCK_D], 1.0, tl.float32)
+    s, c = gain, gain
+    if E.NORMED:
+        gain = tl.load(norm + d, mask=d < C.D, other=0.0)
+    if E.DR > 0:
+        rotated, _, _, angle = partners(d, C.D, E)
+        rotated = rotated & (number >= 0)
+        angle += row.to(tl.int64) * angle_row
+        s = tl.load(sin + angle, mask=rotated, other=0.0).to(tl.float32)
+        c = tl.load(cos + angle, mask=rotated, other=0.0).to(tl.float32)
+    return gain, s, c
+
+
+@triton.jit
+def _ended(y, eps, gain, s, c, C: tl.constexpr, E: tl.constexpr):
+    """C of a row, normed and rotated by pairs."""
+    if E.NORMED:
+        y *= gain / tl.sqrt(tl.sum(y * y, 0) / C.D + eps)
+    if E.DR > 0:
+        rotated, is_first, _, _ = partners(tl.arange(0, E.BLOCK_D), C.D, E)
+        left, right = tl.split(tl.reshape(y, [E.BLOCK_D // 2, 2]))
+        other = tl.reshape(tl.join(right, left), [E.BLOCK_D])
+        y = tl.where(rotated, turned(y, other, s, c, is_first), y)
+    return y
+
+
+@triton.jit
+def _kept_at(position, end, request, of, state_page, C: tl.constexpr):
+    """(where the state of a token of this call goes, whether it is kept) of tokens before `end`"""
+    EACH: tl.constexpr = C.COFF * C.D * (2 if C.GATED else 1)
+    kept = (position >= 0) & (position < end)
+    if C.RING:
+        kept = kept & (position >= end - of.columns.to(tl.int64) * of.page)
+    return _state_at(position, kept, request, of, EACH, state_page, C.RING)
+
+
+@triton.jit
+def _own(product, run_stride, ape, at, place, mask, C: tl.constexpr):
+    """(kv, z) of channels of a token of this call."""
+    kv = _added(product, at, mask, run_stride, C.RUNS)
+    z = tl.zeros_like(kv)
+    if C.GATED:
+        z = _added(product, at + C.COFF * C.D, mask, run_stride, C.RUNS)
+        z += tl.load(ape + place, mask=mask, other=0.0)
+    return kv, z
 
 
 @triton.jit(
@@ -459,6 +554,8 @@ def _step(
     norm,
     sin,
     cos,
+    pooled,
+    arrived,
     out,
     values,
     scales,
@@ -484,33 +581,56 @@ def _step(
     E: tl.constexpr,
     S: tl.constexpr,
 ):
-    """A request: the entry that its tokens close, and their states, which take the places of
-    history that is read before."""
+    """A request, or one of S.PARTS blocks of its channels: the entry that its tokens close, and
+    their states, which take the places of history that is read before.  Whoever is the last of a
+    request ends its entry."""
     run_stride, row_stride, state_page, angle_row, values_page, scales_page, channels_page = strides
     of = Requests(bounds, used, starts, table, tokens, requests, table_stride, columns, pages, page)
+    to = Entries(
+        out,
+        values,
+        scales,
+        channels,
+        values_page,
+        scales_page,
+        channels_page,
+        entry_table,
+        entry_stride,
+        entry_columns,
+        entry_pages,
+        entry_page,
+    )
     WIDTH: tl.constexpr = C.COFF * C.D
     EACH: tl.constexpr = WIDTH * (2 if C.GATED else 1)
-    HALVES: tl.constexpr = C.COFF
+    SIZE: tl.constexpr = E.BLOCK_D // S.PARTS
     if S.CHAINED and not S.SECOND:
         gdc_launch_dependents()
-    row = tl.program_id(0)
+    row = tl.program_id(0) // S.PARTS
+    part = tl.program_id(0) % S.PARTS
     request, number = window_of(row, 1, of, C)
     number = tl.maximum(number, -1)
     first, start, count = spans(row, of, C)
-    d = tl.arange(0, E.BLOCK_D)
+    d = part * SIZE + tl.arange(0, SIZE)
     on_d = d < C.D
-    top = tl.full([E.BLOCK_D], float("-inf"), tl.float32)
-    total = tl.full([E.BLOCK_D], 0.0, tl.float32)
-    acc = tl.full([E.BLOCK_D], 0.0, tl.float32)
+    top = tl.full([SIZE], float("-inf"), tl.float32)
+    total = tl.full([SIZE], 0.0, tl.float32)
+    acc = tl.full([SIZE], 0.0, tl.float32)
     begin = (number - (C.COFF - 1)) * C.RATIO
     old = tl.where(number >= 0, tl.minimum(start - begin, C.COFF * C.RATIO), 0).to(tl.int32)
-    for lo in tl.range(0, old, S.BLOCK_L):
-        i = lo + tl.arange(0, S.BLOCK_L)
-        position = begin + i
-        place, there = _state_at(
-            position, (i < old) & (position >= 0), request, of, EACH, state_page, C.RING
+    # from position 0 on
+    skipped = tl.where(begin < 0, -begin, 0).to(tl.int32)
+    begin = tl.maximum(begin, 0)
+    if C.RING:
+        begin = begin % (of.columns.to(tl.int64) * of.page)
+    column = begin // of.page
+    inner = (begin - column * of.page).to(tl.int32)
+    lane = tl.arange(0, S.BLOCK_L)
+    for lo in tl.range(0, old - skipped, S.BLOCK_L):
+        i = lo + lane
+        place, there = _history_at(
+            i, column, inner, i < old - skipped, request, of, EACH, state_page, C.RING
         )
-        at = state + place[:, None] + (i // C.RATIO * C.D)[:, None] + d[None, :]
+        at = state + place[:, None] + ((i + skipped) // C.RATIO * C.D)[:, None] + d[None, :]
         mask = there[:, None] & on_d[None, :]
         kv = tl.load(at, mask=mask, other=0.0)
         if C.GATED:
@@ -518,6 +638,10 @@ def _step(
         else:
             z = tl.where(mask, 0.0, float("-inf"))
         top, total, acc = _grown(top, total, acc, kv, z)
+    if S.PARTS == 1:
+        gain, s, c = _ending_of(row, number, norm, sin, cos, angle_row, C, E)
+        entry, stored = _page_of(request, number, to, E)
+    own_place, kept_own = _kept_at(start, start + count, request, of, state_page, C)
     tl.debug_barrier()  # every thread has read its history
     if S.CHAINED and not S.LATE:
         gdc_wait()
@@ -525,55 +649,48 @@ def _step(
         gdc_launch_dependents()
     for j in tl.range(0, count.to(tl.int32)):
         position = start + j
-        there = position >= 0
-        kept = there
-        if C.RING:
-            kept = kept & (position >= start + count - columns.to(tl.int64) * page)
-        place, kept = _state_at(position, kept, request, of, EACH, state_page, C.RING)
+        own = position >= 0
+        to_d = state + own_place + d
+        kept = on_d & kept_own
+        at = (first + j) * row_stride + d
+        bias = position % C.RATIO * WIDTH + d
+        # loads in front of stores, which they would wait for
+        kv, z = _own(product, run_stride, ape, at, bias, on_d & own, C)
         share = position // C.RATIO - (number - (C.COFF - 1))
-        for half in tl.static_range(HALVES):
-            channel = half * C.D + d
-            mask = on_d & there
-            at = (first + j) * row_stride + channel
-            kv = _added(product, at, mask, run_stride, C.RUNS)
-            tl.store(state + place + channel, kv, mask=on_d & kept)
+        if C.COFF == 2:
+            kv_2, z_2 = _own(product, run_stride, ape, at + C.D, bias + C.D, on_d & own, C)
+            tl.store(to_d + C.D, kv_2, mask=kept)
             if C.GATED:
-                z = _added(product, at + WIDTH, mask, run_stride, C.RUNS)
-                z += tl.load(ape + position % C.RATIO * WIDTH + channel, mask=mask, other=0.0)
-                tl.store(state + place + channel + WIDTH, z, mask=on_d & kept)
+                tl.store(to_d + C.D + WIDTH, z_2, mask=kept)
+        tl.store(to_d, kv, mask=kept)
+        if C.GATED:
+            tl.store(to_d + WIDTH, z, mask=kept)
+        if C.COFF == 2:
+            kv, z = tl.where(share == 1, kv_2, kv), tl.where(share == 1, z_2, z)
+        own_place, kept_own = _kept_at(position + 1, start + count, request, of, state_page, C)
+        counts = own & (number >= 0) & (share >= 0) & (share < C.COFF)
+        top, total, acc = _joined(top, total, acc, kv, tl.where(counts, z, float("-inf")))
+    y = tl.where(on_d & (number >= 0), acc / total, 0.0)
+    if number >= 0:
+        last = True
+        if S.PARTS > 1:
+            tl.store(pooled + row.to(tl.int64) * C.D + d, y, mask=on_d)
+            tl.debug_barrier()
+            last = tl.atomic_add(arrived + row, 1) == S.PARTS - 1
+        if last:
+            if S.PARTS > 1:
+                gain, s, c = _ending_of(row, number, norm, sin, cos, angle_row, C, E)
+                entry, stored = _page_of(request, number, to, E)
+                whole = tl.arange(0, E.BLOCK_D)
+                at = pooled + row.to(tl.int64) * C.D + whole
+                whole = tl.load(at, mask=whole < C.D, other=0.0, cache_modifier=".cg")
             else:
-                z = tl.zeros_like(kv)
-            z = tl.where(there & (number >= 0) & (share == half), z, float("-inf"))
-            top, total, acc = _grown(top, total, acc, kv[None, :], z[None, :])
-    if number >= (-1 if E.OUT else 0):
-        y = tl.where(on_d & (number >= 0), acc / total, 0.0)
-        if E.NORMED:
-            y *= 1.0 / tl.sqrt(tl.sum(y * y, 0) / C.D + eps)
-            y *= tl.load(norm + d, mask=on_d, other=0.0)
-        if E.DR > 0:
-            rotated, is_first, _, angle = partners(d, C.D, E)
-            rotated = rotated & (number >= 0)
-            angle += row.to(tl.int64) * angle_row
-            s = tl.load(sin + angle, mask=rotated, other=0.0).to(tl.float32)
-            c = tl.load(cos + angle, mask=rotated, other=0.0).to(tl.float32)
-            left, right = tl.split(tl.reshape(y, [E.BLOCK_D // 2, 2]))
-            other = tl.reshape(tl.join(right, left), [E.BLOCK_D])
-            y = tl.where(rotated, turned(y, other, s, c, is_first), y)
-        to = Entries(
-            out,
-            values,
-            scales,
-            channels,
-            values_page,
-            scales_page,
-            channels_page,
-            entry_table,
-            entry_stride,
-            entry_columns,
-            entry_pages,
-            entry_page,
-        )
-        _store(y, row, request, number, to, C, E)
+                whole = y
+            whole = _ended(whole, eps, gain, s, c, C, E)
+            _store(whole, row, number, entry, stored, to, C, E)
+    elif E.OUT:
+        at = out + row.to(tl.int64) * C.D + d
+        tl.store(at, y.to(out.dtype.element_ty), mask=on_d)
     if S.CHAINED and S.LATE:
         gdc_wait()
 
@@ -613,11 +730,8 @@ def _keep(
     first, start, count = spans(request, of, C)
     j = token - first
     position = start + j
-    kept = (j >= 0) & (j < count) & (position >= 0)
-    if C.RING:
-        kept = kept & (position >= start + count - columns.to(tl.int64) * page)
-    place, kept = _state_at(position, kept, request, of, EACH, state_page, C.RING)
-    if kept:
+    place, kept = _kept_at(position, start + count, request, of, state_page, C)
+    if kept & (j >= 0):
         w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
         mask = w < EACH
         x = _added(product, token.to(tl.int64) * EACH + w, mask, run_stride, C.RUNS)
@@ -915,7 +1029,7 @@ def _stored(a: Arguments) -> _Stored:
 
 
 def is_few(**a: Unpack[Arguments]) -> bool:
-    """Whether a program does all of a request."""
+    """Whether `_step` does all of a request."""
     size, rotary = compressed.channels(a["wkv"], a["coff"]), a["rope_head_dim"]
     return (
         a["cu_seqlens"] is None
@@ -929,13 +1043,39 @@ def is_few(**a: Unpack[Arguments]) -> bool:
     )
 
 
+class Cut(NamedTuple):
+    """How a step is cut: programs of a request, states that one reads at once, and its warps."""
+
+    parts: int
+    block: int
+    warps: int
+
+
+def cut(requests: int, size: int, history: int) -> Cut:
+    """For `history` tokens before those of the call.  A long one is read by many programs, the
+    wider the more requests there are: where no window closes each is one too many."""
+    wide = power_of_two(size)
+    if wide * history < MANY:
+        block = min(32, power_of_two(history))
+        return Cut(1, block, max(4, min(16, block * wide // 512)))
+    width = min(wide, max(NARROWEST, min(power_of_two(2 * requests), BLOCK)))
+    return Cut(wide // width, min(power_of_two(history), IN_FLIGHT // width), 4)
+
+
 def steps(*calls: Arguments, ends: bool = False) -> list[Tensor]:
     """One or two calls on the same x, each of few tokens; `ends`: their `start_pos` is where
     requests end.  The second one begins when the product has ended, beside the first.  One that
     has a LayerNorm comes alone."""
     x = calls[0]["x"]
     factors = _factors(x, [w for a in calls for w in _weights(a)])
-    product = nz_matmul.product(*factors, "linear", keep_float=True, first=True)
+    cuts = [
+        cut(x.shape[0], compressed.channels(a["wkv"], a["coff"]), a["coff"] * a["cmp_ratio"])
+        for a in calls
+    ]
+    arrived = None
+    if any(each.parts > 1 for each in cuts):
+        arrived = memory.empty((len(calls), x.shape[0]), torch.int32, x.device)
+    product = nz_matmul.product(*factors, "linear", keep_float=True, first=True, zeroed=arrived)
     if len(calls) == 1:
         product = _normalised(product, calls[0])
     chained = gpu.has_chained_launch(x.device)
@@ -962,14 +1102,20 @@ def steps(*calls: Arguments, ends: bool = False) -> list[Tensor]:
         )
         sin, cos, angle_row = angles(a["rope_sin"], a["rope_cos"], product)
         stores = [made.values, made.scales, made.channels]
-        BLOCK_L = min(32, power_of_two(coff * a["cmp_ratio"]))
-        launches.kernel(_step, x.shape[0])(
+        parts, block, warps = cuts[number]
+        pooled, ended = product, product
+        if arrived is not None and parts > 1:
+            pooled = memory.empty((x.shape[0], size), torch.float32, x.device)
+            ended = arrived[number]
+        launches.kernel(_step, x.shape[0] * parts)(
             product[..., column:],
             product if ape is None else ape,
             state,
             product if norm is None else norm,
             sin,
             cos,
+            pooled,
+            ended,
             made.out,
             *(product if part is None else part for part in stores),
             product if table is None else table,
@@ -988,8 +1134,8 @@ def steps(*calls: Arguments, ends: bool = False) -> list[Tensor]:
             ),
             C=constants,
             E=made.end,
-            S=Start(BLOCK_L, chained, number > 0, number == 0 and len(calls) > 1),
-            num_warps=max(4, min(16, BLOCK_L * power_of_two(size) // 512)),
+            S=Start(parts, block, chained, number > 0, number == 0 and len(calls) > 1),
+            num_warps=warps,
             launch_pdl=chained,
         )
         column += sum(w.shape[0] for w in _weights(a))

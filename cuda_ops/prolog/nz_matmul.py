@@ -33,7 +33,7 @@ from ..runtime import launches
 from .hopper import nz_matmul as hopper
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "numbers"])
 def _product(
     x,
     w0,
@@ -41,6 +41,8 @@ def _product(
     w2,
     w3,
     out,
+    zeroed,
+    numbers,
     tokens,
     K: tl.constexpr,
     RUN: tl.constexpr,
@@ -114,6 +116,10 @@ def _product(
     if CHAINED:
         handover.begin(FIRST)
         handover.follow(FIRST, LATE)
+    if zeroed is not None:
+        for at in tl.range(program * 128, numbers, tl.num_programs(0) * 128):
+            number = at + tl.arange(0, 128)
+            tl.store(zeroed + number, 0, mask=number < numbers)
 
     RAGGED_K: tl.constexpr = K % RUN != 0
     RAGGED_N: tl.constexpr = (
@@ -166,12 +172,13 @@ def product(
     first: bool = False,
     late: bool = False,
     forked: bool = False,
+    zeroed: Tensor | None = None,
 ) -> Tensor:
     """x [T, K] times the (weight, N) joined: [runs, T, sum of N], float32 if runs > 1 or
     `keep_float`, else of x's dtype.  `first`: the op starts here, so that all its later kernels may
     count on every earlier op having finished.  `late`: x was there when the kernel before began,
     which is waited for at the end.  `forked`: it starts a stream, and so waits for an event instead
-    of for the kernel before it."""
+    of for the kernel before it.  `zeroed`: int32 numbers that become 0, for the kernel behind."""
     tokens, depth = x.shape
     given = [size for _, size in weights]
     sizes = given + [0] * (4 - len(weights))
@@ -196,6 +203,7 @@ def product(
             run,
             blocks,
             config,
+            zeroed=zeroed,
             first=first,
             late=late,
             forked=forked,
@@ -207,6 +215,8 @@ def product(
         x,
         *kept,
         out,
+        zeroed,
+        0 if zeroed is None else zeroed.numel(),
         tokens,
         K=depth,
         RUN=run,

@@ -95,7 +95,15 @@ def _store(
     )
 
 
-@gluon.jit(do_not_specialize=["tokens", "ahead"])
+@gluon.jit
+def _clear(zeroed, numbers):
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    for first in range(gl.program_id(0) * 128, numbers, gl.num_programs(0) * 128):
+        at = first + gl.arange(0, 128, lanes)
+        gl.store(zeroed + at, gl.full([128], 0, gl.int32, lanes), mask=at < numbers)
+
+
+@gluon.jit(do_not_specialize=["tokens", "ahead", "numbers"])
 def _product(
     x,
     w0,
@@ -105,8 +113,10 @@ def _product(
     out,
     sin,
     cos,
+    zeroed,
     tokens,
     ahead,
+    numbers,
     RUN: gl.constexpr,
     N0: gl.constexpr,
     N1: gl.constexpr,
@@ -148,6 +158,8 @@ def _product(
     handover.follow(FIRST, LATE)
     for i in range(ahead):
         tma_load(x, [token, lo + i * BLOCK_K], full.index(i), x_tiles.index(i))
+    if zeroed is not None:
+        _clear(zeroed, numbers)
 
     summed: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_T, 16]
@@ -224,6 +236,7 @@ def launch(
     first: bool = False,
     forked: bool = False,
     late: bool = False,
+    zeroed: Tensor | None = None,
     head: int = 0,
     sin: Tensor | None = None,
     cos: Tensor | None = None,
@@ -244,8 +257,10 @@ def launch(
         out,
         sin,
         cos,
+        zeroed,
         tokens,
         min(chunks, tiling.stages),
+        0 if zeroed is None else zeroed.numel(),
         RUN=run,
         N0=sizes[0],
         N1=sizes[1],

@@ -341,6 +341,10 @@ POOLS = {
     "overlapping means": layer(2, 2, gate=False, rotary=0, normed=False),
     "overlapping, no norm": layer(3, 2, size=7, rotary=4, normed=False, pairs=False),
 }
+# so long that a step has several programs a request
+LONG = layer(128, 1, size=128)
+LONG_MEAN = layer(160, 1, size=104, gate=False, full=True, hadamard=False)
+LONG_PAIR = layer(64, 2, size=128)
 every_kind = pytest.mark.parametrize("of", KINDS.values(), ids=KINDS.keys())
 LENGTHS = [41, 0, 22, 60, 3]
 
@@ -477,6 +481,16 @@ def test_ragged_requests(of, packed, precision):
     g, xs = random.Random(7), requests(of, precision.lengths)
     e = Engine(precision, of, len(xs), rows=max(of.ring, 1))
     drive(e, xs, lambda i: g.choice([0, 1, 2, 5, 13, 23]), packed=packed)
+    e.check(xs)
+
+
+@pytest.mark.parametrize("of", [LONG, LONG_MEAN, LONG_PAIR], ids=["gate", "mean", "overlapping"])
+@pytest.mark.parametrize("page, ring", [(8, True), (3, False)], ids=["ring", "pages of 3"])
+def test_windows_that_many_programs_read(of, page, ring, precision):
+    """Long ones, of which some close, with a token or more of the next; also in a first window."""
+    xs = requests(of, [131, 127, 0, 259, 200][: 5 if len(precision.lengths) > 4 else 2])
+    e = Engine(precision, of, len(xs), rows=of.ring + 3 if ring else None, page=page, reach=264)
+    drive(e, xs, lambda i: 125 if e.length[i] in (0, 125) else 1 + i % 4)
     e.check(xs)
 
 
@@ -818,15 +832,16 @@ def test_entries_as_rows_of_584_bytes(gap, precision):
     assert not pool[:, 4 * 584 :].any()
 
 
-def test_a_graph_replays_with_other_lengths(device, precision):
+@pytest.mark.parametrize("of, count", [(CSA, 12), (LONG, 260)], ids=["csa", "long"])
+def test_a_graph_replays_with_other_lengths(of, count, device, precision):
     """A window that closes in one replay and not in another; nothing is read on the host."""
     if device.type != "cuda":
         pytest.skip("needs a GPU: there are no CUDA graphs elsewhere")
-    x = tokens(12)
-    e = Engine(precision, CSA, 1, rows=CSA.ring)
+    x = tokens(count)
+    e = Engine(precision, of, 1, rows=of.ring, reach=264)
     start = torch.zeros(1, dtype=torch.int64, device=device)
     one = precision.of(x[None, :1]).clone()
-    sin, cos = (precision.wide(a) for a in CSA.angles(torch.zeros(1, 1)))
+    sin, cos = (precision.wide(a) for a in of.angles(torch.zeros(1, 1)))
     arguments = dict(
         x=one,
         state_cache=e.state,
@@ -837,20 +852,20 @@ def test_a_graph_replays_with_other_lengths(device, precision):
         cache_mode=2,
         cmp_cache=e.entries,
         cmp_block_table=e.entry_table,
-        **precision.layer(CSA),
+        **precision.layer(of),
     )
     custom.npu_compressor(**arguments)
     graph = torch.cuda.CUDAGraph()
     with capturing(graph, device):
         custom.npu_compressor(**arguments)
-    for t in range(12):
+    for t in range(count):
         one.copy_(precision.of(x[None, t : t + 1]))
         start.fill_(t)
-        at = torch.tensor([[t // CSA.m * CSA.m]])
-        for into, new in zip((sin, cos), CSA.angles(at), strict=True):
+        at = torch.tensor([[t // of.m * of.m]])
+        for into, new in zip((sin, cos), of.angles(at), strict=True):
             into.copy_(precision.wide(new))
         graph.replay()
-    e.length = [12]
+    e.length = [count]
     e.check([x])
 
 
