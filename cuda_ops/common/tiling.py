@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MOST_RUNS = 16  # that the kernel behind a product adds up
 
@@ -90,6 +90,21 @@ def hopper(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> Tilin
     blocks = _blocks(tokens, sizes, tile, columns)
     runs = _runs(blocks, together * num_sms, depth // k)
     return Tiling(tile, columns, k, runs, stages, warps, group=group)
+
+
+def grouped(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> Tiling:
+    """As hopper, of a product of groups: runs that divide K, and few of them to add up."""
+    if tokens > 128:
+        return replace(hopper(tokens, sizes, depth, num_sms), runs=1)
+    tile, columns = max(8, power_of_two(tokens)), 64
+    k = 128 if tokens <= 64 and depth % 128 == 0 else 64
+    blocks = _blocks(tokens, sizes, tile, columns)
+    runs = 1
+    while 2 * runs * blocks <= num_sms and depth % (2 * runs * k) == 0 and runs < MOST_RUNS:
+        runs *= 2
+    room = 192 if blocks <= num_sms else 96
+    stages = room * 1024 // ((tile + columns) * k * 2)
+    return Tiling(tile, columns, k, runs, stages, 4)
 
 
 def whole_depth(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> Tiling | None:

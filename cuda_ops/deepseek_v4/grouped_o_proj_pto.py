@@ -3,14 +3,19 @@
 """Attention's output turned back and projected, the first product a group of heads at a time; see
 dispatch/reference/deepseek_v4/grouped_o_proj_pto.py.
 
-`_groups` turns the dims that carry a rotation while it loads them.  Few tokens: both products are
-cut along their depth, and `_added` adds up the runs in order.  The floor is the weights, once.
+A kernel ahead turns the dims that carry a rotation, an eighth of a head, and the product takes
+those from there and the others from the heads.  Few tokens: products are cut along their depth, and
+`_added` adds up the runs in order.  The floor is the weights, once.
 
-    condition                        kernels
-    weights of 8 bits                _turned, prolog/quantised_matmul.py then _added, then
-                                     prolog/quantised_stages.py then _added
-    a product cut along its depth    _groups then _added, prolog/quantised_stages.py then _added
-    else                             _groups then prolog/quantised_stages.py
+    condition                                        kernels
+    weights of 8 bits                                _turned, prolog/quantised_matmul.py then
+                                                     _added, prolog/quantised_stages.py then _added
+    D in 64s, of which 64 are turned                 _last, prolog/nz_matmul.py then _added,
+                                                     prolog/quantised_stages.py then _added
+    no rotation                                      the same without _last
+    else                                             the same with _turned
+
+Fp8 whose blocks of 128 are parts of heads: `_turned` and the first `_added` quantise as well.
 
 `turned_back`, of the whole layer without its projection:
 
@@ -31,91 +36,77 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import memory, nz, quantised
 from ...dispatch.ops.deepseek_v4.grouped_o_proj_pto import Arguments
-from ..common import gpu, handover, tiling
+from ..common import gpu, handover, quantise
 from ..common.tiling import cdiv, power_of_two
-from ..prolog import quantised_matmul
+from ..prolog import nz_matmul, quantised_matmul
 from ..prolog import stages as prolog
-from ..prolog.quantised_matmul import Weight
+from ..prolog.quantised_matmul import Rows, Weight
 from ..prolog.quantised_stages import products
 from ..prolog.stages import run_sum
 from ..runtime import launches
 from .last_rotation import angles, other_of
 
 BLOCK = 1024  # numbers that a program of _added takes
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _groups(
-    x,
-    w,
-    sin,
-    cos,
-    out,
-    tokens,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    DR: tl.constexpr,
-    GROUPS: tl.constexpr,
-    N: tl.constexpr,
-    RUN: tl.constexpr,
-    NZ: tl.constexpr,
-    C0: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """out [RUNS, T, GROUPS N]: one program a block of tokens, a group's block of columns, a run."""
-    K: tl.constexpr = HEADS // GROUPS * D
-    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    PLAIN: tl.constexpr = D - DR
-    dtype: tl.constexpr = x.dtype.element_ty
-    blocks = tl.cdiv(tokens, BLOCK_T)
-    program = tl.program_id(0)
-    group = program // blocks // BLOCKS
-    n = program // blocks % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
-    t = (program % blocks * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    first = tl.program_id(1) * RUN
-    there, columns = t < tokens, n < N
-    panel = K * C0 if NZ else C0
-    row = C0 if NZ else N
-    w += group.to(tl.int64) * (K * N)
-    w_at = (n // C0).to(tl.int64) * panel + n % C0
-    x_row = x + t * (HEADS * D) + group * K
-    if CHAINED:
-        handover.begin(True)
-    acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    for at in tl.range(first, tl.minimum(first + RUN, K), BLOCK_K, num_stages=STAGES):
-        k = at + tl.arange(0, BLOCK_K)
-        mask = there[:, None] & (k < K)[None, :]
-        tile = tl.load(x_row[:, None] + k[None, :], mask=mask, other=0.0)
-        w_tile = tl.load(
-            w + k.to(tl.int64)[:, None] * row + w_at[None, :],
-            mask=(k < K)[:, None] & columns[None, :],
-            other=0.0,
-        )
-        # the heads' dims that are turned; where a tile lies in one head, few have any
-        if DR > 0 and (D % BLOCK_K != 0 or at % D + BLOCK_K > PLAIN):
-            j = k % D
-            other = k - j + other_of(j, D, DR)
-            v = tl.load(x_row[:, None] + other[None, :], mask=mask, other=0.0).to(tl.float32)
-            c, s = angles((sin + t * DR)[:, None], (cos + t * DR)[:, None], j[None, :], mask, D, DR)
-            tile = (tile.to(tl.float32) * c - v * s).to(dtype)
-        acc = tl.dot(tile, w_tile, acc, input_precision="ieee")
-    to = (tl.program_id(1).to(tl.int64) * tokens + t) * (GROUPS * N) + group * N
-    out_at = out + to[:, None] + n[None, :]
-    tl.store(out_at, acc.to(out.dtype.element_ty), mask=there[:, None] & columns[None, :])
+HEADS = 32  # that one of _last takes
+WORKING = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @triton.jit(do_not_specialize=["size"])
-def _added(partial, out, size, RUNS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def _added(
+    partial,
+    out,
+    scales,
+    size,
+    RUNS: tl.constexpr,
+    KIND: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """KIND: of out, which is quantised in blocks of 128 numbers once they are rounded."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
     acc = run_sum(partial + at, tl.cast(size, tl.int64), at < size, RUNS)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=at < size)
+    if KIND == quantise.PLAIN:
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=at < size)
+    else:
+        TILES: tl.constexpr = BLOCK // quantised_matmul.BLOCK
+        tiles = tl.reshape(acc.to(DTYPE).to(tl.float32), [TILES, BLOCK // TILES])
+        values, scale = quantise.of_floats(tiles, 1.0, KIND, True)
+        tl.store(out + at, tl.reshape(values, [BLOCK]), mask=at < size)
+        tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
+        tl.store(scales + tile, scale, mask=tile < size // quantised_matmul.BLOCK)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _last(
+    x,
+    sin,
+    cos,
+    out,
+    rows,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """The dims of heads that are turned, back, into out [T, HEADS, DR]."""
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    j = tl.arange(0, DR)
+    angle = (row // HEADS * DR)[:, None] + 2 * tl.arange(0, DR // 2)[None, :]
+    there = (row < rows)[:, None]
+    if CHAINED:
+        handover.begin(True)
+    u = tl.load(x + (row * D)[:, None] + (D - DR + j)[None, :], mask=there, other=0.0)
+    c = tl.load(cos + angle, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=there, other=0.0).to(tl.float32)
+    a, b = tl.split(tl.reshape(u.to(tl.float32), [BLOCK, DR // 2, 2]))
+    turned = tl.reshape(tl.join(a * c + b * s, b * c - a * s), [BLOCK, DR])
+    to = out + (row * DR)[:, None] + j[None, :]
+    tl.store(to, turned.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -124,24 +115,29 @@ def _turned(
     sin,
     cos,
     out,
+    scales,
     tokens,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     DR: tl.constexpr,
     GROUPS: tl.constexpr,
+    KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """One program: heads of a token, turned back, into out [GROUPS, T, HEADS / GROUPS, D]."""
+    """One program: heads of a token, turned back, into out [GROUPS, T, HEADS / GROUPS, D].  KIND:
+    of out, which is quantised in blocks of 128 dims of a power of two once they are rounded."""
     OF_GROUP: tl.constexpr = HEADS // GROUPS
     BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
+    PAD: tl.constexpr = triton.next_power_of_2(D)
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     head = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    j = tl.arange(0, triton.next_power_of_2(D))
-    mask = (head < HEADS)[:, None] & (j < D)[None, :]
+    j = tl.arange(0, PAD)
+    there = head < HEADS
+    mask = there[:, None] & (j < D)[None, :]
     at = token * (HEADS * D) + (head * D)[:, None]
-    to = ((head // OF_GROUP * tl.cast(tokens, tl.int64) + token) * OF_GROUP + head % OF_GROUP) * D
+    to = (head // OF_GROUP * tl.cast(tokens, tl.int64) + token) * OF_GROUP + head % OF_GROUP
     if CHAINED and FIRST:
         handover.begin(True)
     elif CHAINED:
@@ -152,7 +148,17 @@ def _turned(
     u = tl.load(x + at + j[None, :], mask=mask, other=0.0).to(tl.float32)
     v = tl.load(x + at + other_of(j, D, DR)[None, :], mask=mask, other=0.0).to(tl.float32)
     turned = u * c[None, :] - v * s[None, :]
-    tl.store(out + to[:, None] + j[None, :], turned.to(out.dtype.element_ty), mask=mask)
+    out_at = out + (to * D)[:, None] + j[None, :]
+    if KIND == quantise.PLAIN:
+        tl.store(out_at, turned.to(out.dtype.element_ty), mask=mask)
+    else:
+        TILES: tl.constexpr = D // quantised_matmul.BLOCK
+        rounded = turned.to(x.dtype.element_ty).to(tl.float32)
+        tiles = tl.reshape(rounded, [BLOCK * TILES, D // TILES])
+        values, scale = quantise.of_floats(tiles, 1.0, KIND, True)
+        tl.store(out_at, tl.reshape(values, [BLOCK, D]), mask=mask)
+        scale_at = scales + (to * TILES)[:, None] + tl.arange(0, TILES)[None, :]
+        tl.store(scale_at, tl.reshape(scale, [BLOCK, TILES]), mask=there[:, None])
 
 
 def _whole(partial: Tensor, dtype: torch.dtype) -> Tensor:
@@ -160,60 +166,41 @@ def _whole(partial: Tensor, dtype: torch.dtype) -> Tensor:
     if partial.shape[0] == 1:
         return partial[0]
     out = memory.empty(partial.shape[1:], dtype, partial.device)
+    _add(partial, out, None, dtype)
+    return out
+
+
+def _add(partial: Tensor, out: Tensor, scales: Tensor | None, dtype: torch.dtype) -> None:
     chained = gpu.has_chained_launch(partial.device)
-    launches.kernel(_added, cdiv(out.numel(), BLOCK))(
+    size = partial[0].numel()
+    launches.kernel(_added, cdiv(size, BLOCK))(
         partial,
         out,
-        out.numel(),
+        scales,
+        size,
         RUNS=partial.shape[0],
+        KIND=quantise.PLAIN.value if scales is None else quantise.FP8.value,
+        DTYPE=WORKING[dtype],
         BLOCK=BLOCK,
         CHAINED=chained,
         num_warps=4,
         launch_pdl=chained,
     )
-    return out
 
 
-def _by_groups(
-    x: Tensor, w: Tensor, weight_format: str, sin: Tensor, cos: Tensor, ranks: int
-) -> Tensor:
-    """x [T, N, D] turned back and multiplied, a group of heads by its weight: [runs, T, G Ro]."""
-    tokens, heads, size = x.shape
-    groups = w.shape[0]
-    depth = heads // groups * size
-    config = tiling.plain(tokens, [ranks] * groups, depth, gpu.num_sms(x.device))
-    run = cdiv(cdiv(depth, config.runs), config.k) * config.k
-    runs = cdiv(depth, run)
-    dtype = torch.float32 if runs > 1 else x.dtype
-    out = memory.empty((runs, tokens, groups * ranks), dtype, x.device)
-    BLOCK_T = max(16, config.tokens)
-    chained = gpu.has_chained_launch(x.device)
-    programs = cdiv(tokens, BLOCK_T) * groups * cdiv(ranks, config.columns)
-    linear = weight_format == "linear"  # NZ of one column a panel
-    launches.kernel(_groups, programs, runs)(
-        x,
-        w,
-        sin,
-        cos,
-        out,
-        tokens,
-        HEADS=heads,
-        D=size,
-        DR=sin.shape[-1],
-        GROUPS=groups,
-        N=ranks,
-        RUN=run,
-        NZ=linear or w.ndim == 5 or nz.is_nz(w[0], weight_format),
-        C0=1 if linear else nz.columns(x.dtype),
-        BLOCK_T=BLOCK_T,
-        BLOCK_N=config.columns,
-        BLOCK_K=config.k,
-        STAGES=min(config.stages, 3),
-        CHAINED=chained,
-        num_warps=config.warps,
-        launch_pdl=chained,
-    )
-    return out
+def _narrow_sum(partial: Tensor, dtype: torch.dtype) -> Rows:
+    """[runs, T, N] of a product, added up, rounded and quantised in blocks that divide N."""
+    _, tokens, columns = partial.shape
+    rows = _room(tokens, columns, partial.device)
+    _add(partial, quantise.in_bytes(rows.values), rows.scale, dtype)
+    return rows
+
+
+def _room(tokens: int, depth: int, device: torch.device) -> Rows:
+    """For values and scales of blocks that divide `depth`."""
+    values = memory.empty((tokens, depth), torch.float8_e4m3fn, device)
+    tiles = depth // quantised.TILE
+    return Rows(values, memory.empty((tokens, tiles), torch.float32, device))
 
 
 def unsupported(attn_out: Tensor, **_: Any) -> str | None:
@@ -226,24 +213,62 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
     hidden, ranks = (nz.columns_of(w, weight_format) for w in (a["w_o_b"], w_o_a))
     if front.numel() == 0:
         return memory.empty((*front, hidden), dtype, attn_out.device)
-    if a["dequant_scale_w_o_a"] is None:
-        x = attn_out.flatten(0, 1)
-        y = _by_groups(x, w_o_a, weight_format, a["rope_sin"], a["rope_cos"], ranks)
+    sin, cos, scale = a["rope_sin"], a["rope_cos"], a["dequant_scale_w_o_a"]
+    if scale is None:
+        y = _groups(attn_out, w_o_a, weight_format, sin, cos, ranks)
     else:
-        x = _turned_back(attn_out, a["rope_sin"], a["rope_cos"], w_o_a.shape[0], first=True)
-        y = _narrow_groups(x, Weight(w_o_a, ranks, a["dequant_scale_w_o_a"]), weight_format)
+        y = _narrow_groups(attn_out, Weight(w_o_a, ranks, scale), weight_format, sin, cos)
     of_hidden = Weight(a["w_o_b"], hidden, a["dequant_scale_w_o_b"])
-    [out] = products(_whole(y, dtype), {}, [of_hidden], weight_format, "ue8m0", dtype)
+    rows = {}
+    kind = quantised.kind_of(of_hidden.values.dtype)
+    if kind == "fp8" and y.shape[-1] % quantised.TILE == 0:
+        rows[of_hidden.values.dtype] = _narrow_sum(y, dtype)
+        x = y[0]
+    else:
+        x = _whole(y, dtype)
+    [out] = products(x, rows, [of_hidden], weight_format, "ue8m0", dtype)
     return _whole(out, dtype).view(*front, hidden)
 
 
-def _narrow_groups(x: Tensor, w: Weight, weight_format: str) -> Tensor:
-    """x [G, T, K], quantised, by a weight of 8 bits for each group: [runs, T, G Ro]."""
+def _groups(
+    attn_out: Tensor, w: Tensor, weight_format: str, sin: Tensor, cos: Tensor, ranks: int
+) -> Tensor:
+    """Turned back and multiplied, a group of heads by its weight: [runs, T, G Ro]."""
+    heads, size = attn_out.shape[2:]
+    rotary, groups = sin.shape[-1], w.shape[0]
+    x, turned = attn_out, None
+    if rotary == nz_matmul.TURNED and size % rotary == 0:
+        turned = _last_turned(attn_out, sin, cos)
+    elif rotary > 0:
+        x = _turned_back(attn_out, sin, cos, 1, first=True)
+    return nz_matmul.product(
+        x.view(-1, heads * size),
+        [(w if groups > 1 else w[0], ranks)],
+        weight_format,
+        first=rotary == 0,
+        groups=groups,
+        turned=turned,
+        size=size if turned is not None else 0,
+    )
+
+
+def _narrow_groups(
+    attn_out: Tensor, w: Weight, weight_format: str, sin: Tensor, cos: Tensor
+) -> Tensor:
+    """The same, quantised, by a weight of 8 bits for each group."""
     kind = quantised.kind_of(w.values.dtype)
     assert kind is not None  # the check said so
-    [rows] = quantised_matmul.activations([(x.flatten(0, 1), None)], kind, "ue8m0")
+    groups, size = w.values.shape[0], attn_out.shape[-1]
+    if kind == "fp8" and size % quantised.TILE == 0 and size == power_of_two(size):
+        tokens = attn_out.shape[0] * attn_out.shape[1]
+        depth = attn_out.shape[2] // groups * size
+        rows = _room(groups * tokens, depth, attn_out.device)
+        _turn(attn_out, sin, cos, quantise.in_bytes(rows.values), rows.scale, groups, first=True)
+    else:
+        x = _turned_back(attn_out, sin, cos, groups, first=True)
+        [rows] = quantised_matmul.activations([(x.flatten(0, 1), None)], kind, "ue8m0")
     form = Weight(w.values[0], w.size, w.scale).form(weight_format)
-    return quantised_matmul.product(rows, [w], form, x.dtype, groups=x.shape[0])
+    return quantised_matmul.product(rows, [w], form, attn_out.dtype, groups=groups)
 
 
 def turned_back(attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor) -> Tensor:
@@ -252,30 +277,68 @@ def turned_back(attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor) -> Tensor:
 
 
 def _turned_back(
-    attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor, groups: int, *, first: bool = False
+    attn_out: Tensor, sin: Tensor, cos: Tensor, groups: int, *, first: bool = False
 ) -> Tensor:
     """[G, T, N/G D]; `first`: an op starts here."""
     batch, steps, heads, size = attn_out.shape
     shape = (groups, batch * steps, heads // groups * size)
     out = memory.empty(shape, attn_out.dtype, attn_out.device)
-    if out.numel() == 0:
-        return out
+    if out.numel():
+        _turn(attn_out, sin, cos, out, None, groups, first=first)
+    return out
+
+
+def _turn(
+    attn_out: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    out: Tensor,
+    scales: Tensor | None,
+    groups: int,
+    *,
+    first: bool,
+) -> None:
+    batch, steps, heads, size = attn_out.shape
     block = max(1, min(power_of_two(heads), BLOCK * 4 // power_of_two(size)))
     chained = gpu.has_chained_launch(attn_out.device)
     tokens = batch * steps
     launches.kernel(_turned, tokens * cdiv(heads, block))(
         attn_out,
-        rope_sin,
-        rope_cos,
+        sin,
+        cos,
         out,
+        scales,
         tokens,
         HEADS=heads,
         D=size,
-        DR=rope_sin.shape[-1],
+        DR=sin.shape[-1],
         GROUPS=groups,
+        KIND=quantise.PLAIN.value if scales is None else quantise.FP8.value,
         BLOCK=block,
         CHAINED=chained,
         FIRST=first,
+        num_warps=4,
+        launch_pdl=chained,
+    )
+
+
+def _last_turned(attn_out: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+    """The last dims of each head, turned back: [T, N, Dr]; the op starts here."""
+    batch, steps, heads, size = attn_out.shape
+    rows, rotary = batch * steps * heads, sin.shape[-1]
+    out = memory.empty((batch * steps, heads * rotary), attn_out.dtype, attn_out.device)
+    chained = gpu.has_chained_launch(attn_out.device)
+    launches.kernel(_last, cdiv(rows, HEADS))(
+        attn_out,
+        sin,
+        cos,
+        out,
+        rows,
+        HEADS=heads,
+        D=size,
+        DR=rotary,
+        BLOCK=HEADS,
+        CHAINED=chained,
         num_warps=4,
         launch_pdl=chained,
     )

@@ -9,15 +9,18 @@ A weight is NZ, the bytes of [N / C0, K, C0] with C0 = 32 bytes of elements, or 
 "linear" one, [N, K] as nn.Linear has it, is NZ of one column a panel.
 Few tokens: K is cut into runs, each program adds up one, and out is [RUNS, T, N] in float32 for
 the next kernel to add in order (deterministic, and no launch of its own).
+Groups: out[t, g] = x[t, g] W[g], one weight a group.
 
     condition                                      kernels
     Hopper, weights of one form, rows in 16 bytes  hopper/nz_matmul.py
+    of them one weight of a prompt                 hopper/prompt_matmul.py
     else                                           _product
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -31,11 +34,14 @@ from ..common.tiling import cdiv
 from ..common.weight_forms import NZ, form_of
 from ..runtime import launches
 from .hopper import nz_matmul as hopper
+from .hopper import prompt_matmul as prompt
+from .hopper.fused_gemm import TURNED
 
 
 @triton.jit(do_not_specialize=["tokens", "numbers"])
 def _product(
     x,
+    turned,
     w0,
     w1,
     w2,
@@ -61,6 +67,8 @@ def _product(
     STAGES: tl.constexpr,
     SWAP: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
     CHAINED: tl.constexpr,
     FIRST: tl.constexpr,
     LATE: tl.constexpr,
@@ -69,7 +77,8 @@ def _product(
     B1: tl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
     B2: tl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
     BLOCKS: tl.constexpr = B2 + (N3 + BLOCK_N - 1) // BLOCK_N
-    TOTAL: tl.constexpr = N0 + N1 + N2 + N3
+    TOTAL: tl.constexpr = (N0 + N1 + N2 + N3) * GROUPS
+    ROW: tl.constexpr = K * GROUPS
     program = tl.program_id(0)
     run = tl.program_id(1)
     first = program // (GROUP * BLOCKS) * GROUP
@@ -112,6 +121,13 @@ def _product(
     kk = tl.arange(0, BLOCK_K)
     t = token_block * BLOCK_T + tl.arange(0, BLOCK_T)
     w += (column // C0).to(tl.int64) * panel + lo.to(tl.int64) * row
+    if GROUPS > 1:  # one weight each
+        group = tl.program_id(2)
+        x += group * K
+        w += group.to(tl.int64) * (K * N0)
+        out += group * N0
+        if SIZE > 0:
+            turned += group * (K // SIZE * BLOCK_K)
 
     if CHAINED:
         handover.begin(FIRST)
@@ -129,7 +145,7 @@ def _product(
     if SWAP:
         acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         w_at = ((j // C0) * panel + j % C0)[:, None] + kk[None, :] * row
-        x_at = t[None, :].to(tl.int64) * K + kk[:, None]
+        x_row = t[None, :].to(tl.int64)
         n_ok = (j < size - column)[:, None]
         t_ok = (t < tokens)[None, :]
         k_w = kk[None, :]
@@ -137,18 +153,25 @@ def _product(
     else:
         acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
         w_at = ((j // C0) * panel + j % C0)[None, :] + kk[:, None] * row
-        x_at = t[:, None].to(tl.int64) * K + kk[None, :]
+        x_row = t[:, None].to(tl.int64)
         n_ok = (j < size - column)[None, :]
         t_ok = (t < tokens)[:, None]
         k_w = kk[:, None]
         k_x = kk[None, :]
     for k in tl.range(0, RUN, BLOCK_K, num_stages=STAGES):
         w_ptr = w + tl.cast(k, tl.int64) * row + w_at
+        if SIZE > 0:  # of a head, whose last dims `turned` has
+            head = (lo + k) // SIZE
+            last = (lo + k) % SIZE == SIZE - BLOCK_K
+            x_now = tl.where(last, turned + head * BLOCK_K, x_base + k)
+            x_ptr = x_now + x_row * tl.where(last, ROW // SIZE * BLOCK_K, ROW) + k_x
+        else:
+            x_ptr = x_base + k + (x_row * ROW + k_x)
         if RAGGED_K:
-            x_tile = tl.load(x_base + k + x_at, mask=t_ok & (k_x < K - lo - k), other=0.0)
+            x_tile = tl.load(x_ptr, mask=t_ok & (k_x < K - lo - k), other=0.0)
             w_tile = tl.load(w_ptr, mask=n_ok & (k_w < K - lo - k), other=0.0)
         else:
-            x_tile = tl.load(x_base + k + x_at, mask=t_ok, other=0.0)
+            x_tile = tl.load(x_ptr, mask=t_ok, other=0.0)
             w_tile = tl.load(w_ptr, mask=n_ok, other=0.0) if RAGGED_N else tl.load(w_ptr)
         if SWAP:
             acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
@@ -173,26 +196,50 @@ def product(
     late: bool = False,
     forked: bool = False,
     zeroed: Tensor | None = None,
+    groups: int = 1,
+    turned: Tensor | None = None,
+    size: int = 0,
 ) -> Tensor:
     """x [T, K] times the (weight, N) joined: [runs, T, sum of N], float32 if runs > 1 or
     `keep_float`, else of x's dtype.  `first`: the op starts here, so that all its later kernels may
     count on every earlier op having finished.  `late`: x was there when the kernel before began,
     which is waited for at the end.  `forked`: it starts a stream, and so waits for an event instead
-    of for the kernel before it.  `zeroed`: int32 numbers that become 0, for the kernel behind."""
-    tokens, depth = x.shape
-    given = [size for _, size in weights]
+    of for the kernel before it.  `groups`: x is [T, groups K], the one weight [groups, ..], and out
+    [runs, T, groups N].  `turned` [T, heads TURNED]: what the last dims of each head, `size` of x,
+    are instead.  `zeroed`: int32 numbers that become 0, for the kernel behind."""
+    tokens, depth = x.shape[0], x.shape[1] // groups
+    given = [columns for _, columns in weights]
     sizes = given + [0] * (4 - len(weights))
     kept = [weight for weight, _ in weights] + [weights[0][0]] * (4 - len(weights))
-    forms = [form_of(weight, weight_format) for weight in kept]
-    chained = gpu.has_chained_launch(x.device)
-    by_tma = hopper.supports(x, kept, given, forms)
-    chosen = tiling.hopper if by_tma else tiling.plain
-    config = chosen(tokens, given, depth, gpu.num_sms(x.device))
+    forms = [form_of(weight[0] if groups > 1 else weight, weight_format) for weight in kept]
+    device = x.device
+    chained = gpu.has_chained_launch(device)
+    by_tma = hopper.supports(x, kept, given, forms, groups)
+    alone = len(given) == 1 and not keep_float and zeroed is None
+    if by_tma and alone and prompt.supports(x, given[0], groups):
+        out = memory.empty((1, tokens, groups * given[0]), x.dtype, device)
+        prompt.launch(
+            x,
+            kept[0],
+            forms[0],
+            given[0],
+            out[0],
+            first=first,
+            forked=forked,
+            groups=groups,
+            turned=turned,
+            size=size,
+        )
+        return out
+    chosen = (tiling.hopper if groups == 1 else tiling.grouped) if by_tma else tiling.plain
+    config = chosen(tokens, given * groups, depth, gpu.num_sms(device))
+    if turned is not None and not by_tma and config.k > TURNED:
+        config = replace(config, k=TURNED, stages=config.stages + 2)
     run = cdiv(cdiv(depth, config.runs), config.k) * config.k
     runs = cdiv(depth, run)
     dtype = torch.float32 if keep_float or runs > 1 else x.dtype
-    out = memory.empty((runs, tokens, sum(sizes)), dtype, x.device)
-    blocks = sum(cdiv(size, config.columns) for size in sizes) * cdiv(tokens, config.tokens)
+    out = memory.empty((runs, tokens, groups * sum(sizes)), dtype, device)
+    blocks = sum(cdiv(columns, config.columns) for columns in sizes) * cdiv(tokens, config.tokens)
     if by_tma:
         hopper.launch(
             x,
@@ -207,12 +254,16 @@ def product(
             first=first,
             late=late,
             forked=forked,
+            groups=groups,
+            turned=turned,
+            size=size,
         )
         return out
     linear = weight_format == "linear"
     formats = [linear or form == NZ.value for form in forms]
-    launches.kernel(_product, blocks, runs)(
+    launches.kernel(_product, blocks, runs, groups)(
         x,
+        turned,
         *kept,
         out,
         zeroed,
@@ -235,6 +286,8 @@ def product(
         STAGES=config.stages,
         SWAP=config.swap,
         GROUP=config.group,
+        GROUPS=groups,
+        SIZE=size,
         CHAINED=chained,
         FIRST=first,
         LATE=late,

@@ -405,7 +405,7 @@ def product(
     values, kind = quantise.to_read(x.values)
     read = [quantise.to_read(weight.values)[0] for weight in kept]
     direct = is_direct(weights[0].values, form)
-    by_tma = direct and groups == 1 and hopper.supports(values, read)
+    by_tma = direct and hopper.supports(values, read)
     chosen = tiling.eight_bits if by_tma else tiling.narrow
     config = chosen(tokens, given, depth, gpu.num_sms(device))
     run = cdiv(cdiv(depth, config.runs), config.k) * config.k
@@ -429,6 +429,7 @@ def product(
             late=late,
             second=second,
             forked=forked,
+            groups=groups,
         )
         return out
     launches.kernel(_product, blocks, runs, groups)(

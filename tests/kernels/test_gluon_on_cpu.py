@@ -340,6 +340,7 @@ def prologs(monkeypatch):
         hopper.query_heads,
         hopper.query_stage,
         hopper.nz_matmul,
+        hopper.prompt_matmul,
         hopper.quantised_heads,
         hopper.quantised_matmul,
         hopper.rotation,
@@ -368,6 +369,62 @@ def test_product(tokens, depth, form, prologs):
         first=True,
     )
     near(parts.sum(0), x.float() @ torch.cat(weights, 1).float(), 1e-5)
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """Launches of the kernel for them."""
+    launches, launch = [], hopper.prompt_matmul.launch
+
+    def noted(*given, **named):
+        launches.append(given)
+        launch(*given, **named)
+
+    monkeypatch.setattr(hopper.prompt_matmul, "launch", noted)
+    return launches
+
+
+@every_form
+@pytest.mark.parametrize(
+    "tokens, sms, columns", [(3, 132, 96), (40, 132, 16), (130, 132, 64), (300, 5, 256)]
+)
+@pytest.mark.parametrize("size", [0, 128, 192], ids="heads of {}".format)
+def test_product_of_groups(size, tokens, sms, columns, form, prologs, prompts, monkeypatch):
+    """`size`: of the heads, whose last dims are another tensor's."""
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: sms)
+    groups, depth = 2, 384
+    x = normal(tokens, groups, depth)
+    weights = [normal(depth, columns) for _ in range(groups)]
+    whole, turned = x.clone(), None
+    if size:
+        turned = normal(tokens, groups * depth // size, 64)
+        whole.view(tokens, -1, size)[..., -64:] = turned
+        x.view(tokens, -1, size)[..., -64:] = torch.nan
+        turned = turned.flatten(1)
+    parts = nz_matmul.product(
+        x.flatten(1),
+        [(torch.stack([LAID[form](w) for w in weights]), columns)],
+        form,
+        groups=groups,
+        turned=turned,
+        size=size,
+    )
+    wanted = torch.einsum("tgk,gkn->tgn", whole.float(), torch.stack(weights).float())
+    near(parts.float().sum(0), wanted.flatten(1))
+    assert bool(prompts) == (sms == 5)
+
+
+@every_form
+@pytest.mark.parametrize(
+    "tokens, depth, columns", [(300, 208, 272), (257, 64, 1024), (600, 320, 16)]
+)
+def test_product_of_a_prompt(tokens, depth, columns, form, prologs, prompts, monkeypatch):
+    """Tiles that nothing divides; more of them than programs, and as many."""
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 5)
+    x, weight = normal(tokens, depth), normal(depth, columns)
+    [got] = nz_matmul.product(x, [(LAID[form](weight), columns)], form)
+    near(got, x.float() @ weight.float())
+    assert prompts
 
 
 def narrow(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -400,6 +457,31 @@ def test_fp8_product(tokens, depth, prologs):
     )
     x = wide(x, x_scale, 1)
     wanted = [x @ wide(w, scale, 128).t() for (w, _), scale in zip(weights, scales, strict=True)]
+    near(parts.sum(0), torch.cat(wanted, 1), 1e-5)
+
+
+@pytest.mark.parametrize("tokens, depth", [(3, 1024), (20, 1168), (70, 448), (150, 192)])
+def test_fp8_product_of_groups(tokens, depth, prologs):
+    groups, size = 3, 160
+    x = [narrow(normal(tokens, depth)) for _ in range(groups)]
+    weights = [narrow(normal(size, depth)) for _ in range(groups)]
+    scales = [scale[::128].contiguous() for _, scale in weights]
+    values, scale = map(torch.cat, zip(*x, strict=True))
+    parts = quantised_matmul.product(
+        quantised_matmul.Rows(values, scale),
+        [
+            quantised_matmul.Weight(
+                torch.stack([w for w, _ in weights]),
+                size,
+                torch.stack([scale.t().contiguous() for scale in scales]),
+            )
+        ],
+        quantised_matmul.LINEAR.value,
+        torch.bfloat16,
+        keep_float=True,
+        groups=groups,
+    )
+    wanted = [wide(*x[g], 1) @ wide(weights[g][0], scales[g], 128).t() for g in range(groups)]
     near(parts.sum(0), torch.cat(wanted, 1), 1e-5)
 
 

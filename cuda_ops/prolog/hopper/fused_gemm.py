@@ -7,6 +7,8 @@ the product a program has, and blocks of weights of each form (weight_forms.py).
     NZ           [columns / 16, K, 16]    with the 32-byte swizzle the bytes of [columns, K]
     ROW_MAJOR    [K, columns]             turned by the product
     LINEAR       [columns, K]             as the product wants it
+
+Of grouped products a weight is those of all groups, one behind the other, and x [T, groups K].
 """
 
 from __future__ import annotations
@@ -21,17 +23,28 @@ from ...common.gluon_names import barrier, reinterpret, tma_load
 from ...common.hopper.tma import describe_matrix, describe_nz
 from ...common.weight_forms import NZ, ROW_MAJOR
 
+TURNED = 64  # dims of a head that a kernel ahead has turned
+_LAST = gl.constexpr(TURNED)
+
 
 def describe_weight(
-    weight: Tensor, form: int, depth: int, size: int, columns: int, k: int
+    weight: Tensor, form: int, depth: int, size: int, columns: int, k: int, groups: int = 1
 ) -> TensorDescriptor:
-    """Blocks of `columns` columns and `k` rows of a weight of `depth` rows and `size` columns, or
-    of one that is not there (0)."""
+    """Blocks of `columns` columns and `k` rows of a weight of `depth` rows and `size` columns a
+    group, or of one that is not there (0)."""
     if form == NZ:
-        return describe_nz(weight, depth, size, columns, k)
+        return describe_nz(weight, depth, groups * size, columns, k)
     if form == ROW_MAJOR:
-        return describe_matrix(weight, depth, max(size, 8), [k, columns])
-    return describe_matrix(weight, max(size, 1), depth, [columns, k])
+        return describe_matrix(weight, groups * depth, max(size, 8), [k, columns])
+    return describe_matrix(weight, max(groups * size, 1), depth, [columns, k])
+
+
+def describe_x(x: Tensor, turned: Tensor | None, tokens: int, k: int) -> list[TensorDescriptor]:
+    """Of x and `turned`, as load_x takes them."""
+    count = x.shape[0]
+    if turned is None:
+        return [describe_matrix(x, count, x.shape[1], [tokens, k])] * 2
+    return [describe_matrix(each, count, each.shape[1], [tokens, TURNED]) for each in (x, turned)]
 
 
 @gluon.jit
@@ -55,6 +68,36 @@ def load_weight(w, column, k, bar, tile, FORM: gl.constexpr, pred=True):
         tma_load(w, [k, column], bar, tile, pred=pred)
     else:
         tma_load(w, [column, k], bar, tile, pred=pred)
+
+
+@gluon.jit
+def load_weight_of(
+    w, group, column, k, bar, tile, N: gl.constexpr, K: gl.constexpr, FORM: gl.constexpr, pred=True
+):
+    """A block of a group's weight [K, N]."""
+    if FORM == ROW_MAJOR:
+        load_weight(w, column, group * K + k, bar, tile, FORM, pred)
+    else:
+        load_weight(w, group * N + column, k, bar, tile, FORM, pred)
+
+
+@gluon.jit
+def load_x(x, turned, token, k, bar, tile, SIZE: gl.constexpr, pred=True):
+    """x[token:, k:].  SIZE: of a head, whose last 64 dims `turned` [T, heads 64] has; 0: all are
+    x's."""
+    if SIZE == 0:
+        tma_load(x, [token, k], bar, tile, pred=pred)
+    else:
+        ROWS: gl.constexpr = tile.shape[0]
+        PARTS: gl.constexpr = tile.shape[1] // _LAST
+        parts = reinterpret(tile, tile.dtype, [PARTS, ROWS, _LAST], x.layout)
+        for part in gl.static_range(PARTS):
+            at = k + part * _LAST
+            last = at % SIZE >= SIZE - _LAST
+            other = at % SIZE < SIZE - _LAST
+            tma_load(x, [token, at], bar, parts.index(part), pred=other & pred)
+            at = at // SIZE * _LAST
+            tma_load(turned, [token, at], bar, parts.index(part), pred=last & pred)
 
 
 @gluon.jit

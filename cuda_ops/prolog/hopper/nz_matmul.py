@@ -25,15 +25,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from ...common import gpu, handover
-from ...common.gluon_names import barrier, reinterpret, tma_load
-from ...common.hopper.tma import DTYPES, aligned, describe_matrix, forget
+from ...common.gluon_names import barrier, reinterpret
+from ...common.hopper.tma import DTYPES, aligned, forget
 from ...common.tiling import Tiling
 from ...common.weight_forms import steps_over
 from ...runtime import launches
 from .fused_gemm import (
     columns_first,
     describe_weight,
-    load_weight,
+    describe_x,
+    load_weight_of,
+    load_x,
     own,
     place,
     ring,
@@ -45,10 +47,13 @@ from .rotation import pass_on, rotate
 @gluon.jit
 def _fetch(
     w,
+    group,
     block,
     FIRST: gl.constexpr,
     END: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
     FORM: gl.constexpr,
     k,
     bar,
@@ -58,7 +63,7 @@ def _fetch(
     """One tile of the weight whose blocks are [FIRST, END), if `block` is one of them."""
     if END > FIRST:
         mine = (block >= FIRST) & (block < END) & wanted
-        load_weight(w, (block - FIRST) * BLOCK_N, k, bar, tile, FORM, mine)
+        load_weight_of(w, group, (block - FIRST) * BLOCK_N, k, bar, tile, N, K, FORM, mine)
 
 
 @gluon.jit
@@ -67,6 +72,7 @@ def _store(
     out,
     tokens,
     token,
+    group,
     block,
     run,
     N0: gl.constexpr,
@@ -76,6 +82,7 @@ def _store(
     B0: gl.constexpr,
     B1: gl.constexpr,
     B2: gl.constexpr,
+    GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_T: gl.constexpr,
 ):
@@ -88,7 +95,7 @@ def _store(
     base, begin, size = own(block, N0, N1, N2, N3, B0, B1, B2)
     n = (block - begin) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, along))
     t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(0, along))
-    at = (run.to(gl.int64) * tokens + t) * (N0 + N1 + N2 + N3) + base
+    at = (run.to(gl.int64) * tokens + t) * ((N0 + N1 + N2 + N3) * GROUPS) + group * N0 + base
     result = gl.convert_layout(acc.to(out.dtype.element_ty), along)
     gl.store(
         out + at[None, :] + n[:, None], result, mask=(n < size)[:, None] & (t < tokens)[None, :]
@@ -106,6 +113,7 @@ def _clear(zeroed, numbers):
 @gluon.jit(do_not_specialize=["tokens", "ahead", "numbers"])
 def _product(
     x,
+    turned,
     w0,
     w1,
     w2,
@@ -117,6 +125,7 @@ def _product(
     tokens,
     ahead,
     numbers,
+    K: gl.constexpr,
     RUN: gl.constexpr,
     N0: gl.constexpr,
     N1: gl.constexpr,
@@ -127,6 +136,8 @@ def _product(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SIZE: gl.constexpr,
     FIRST: gl.constexpr,
     LATE: gl.constexpr,
     HEAD: gl.constexpr,
@@ -143,21 +154,24 @@ def _product(
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, BLOCK_K], x.layout)
     full = ring(STAGES)
     token, block, run = place(tokens, BLOCK_T, B3, GROUP)
+    group = gl.program_id(2)
     lo = run * RUN
+    x_lo = group * K + lo
 
     handover.begin(FIRST)
     # the first `ahead` weights, as far as they fit; then x, once it is there
     for i in range(ahead):
         k = lo + i * BLOCK_K
         bar = full.index(i)
+        w_tile = w_tiles.index(i)
         mbarrier.expect(bar, BYTES)
-        _fetch(w0, block, 0, B0, BLOCK_N, FORM, k, bar, w_tiles.index(i), True)
-        _fetch(w1, block, B0, B1, BLOCK_N, FORM, k, bar, w_tiles.index(i), True)
-        _fetch(w2, block, B1, B2, BLOCK_N, FORM, k, bar, w_tiles.index(i), True)
-        _fetch(w3, block, B2, B3, BLOCK_N, FORM, k, bar, w_tiles.index(i), True)
+        _fetch(w0, group, block, 0, B0, BLOCK_N, N0, K, FORM, k, bar, w_tile, True)
+        _fetch(w1, group, block, B0, B1, BLOCK_N, N1, K, FORM, k, bar, w_tile, True)
+        _fetch(w2, group, block, B1, B2, BLOCK_N, N2, K, FORM, k, bar, w_tile, True)
+        _fetch(w3, group, block, B2, B3, BLOCK_N, N3, K, FORM, k, bar, w_tile, True)
     handover.follow(FIRST, LATE)
     for i in range(ahead):
-        tma_load(x, [token, lo + i * BLOCK_K], full.index(i), x_tiles.index(i))
+        load_x(x, turned, token, x_lo + i * BLOCK_K, full.index(i), x_tiles.index(i), SIZE)
     if zeroed is not None:
         _clear(zeroed, numbers)
 
@@ -178,12 +192,14 @@ def _product(
         next_stage = later % STAGES
         k = lo + later * BLOCK_K
         bar = full.index(next_stage)
+        w_next = w_tiles.index(next_stage)
         mbarrier.expect(bar, BYTES, pred=wanted)
-        _fetch(w0, block, 0, B0, BLOCK_N, FORM, k, bar, w_tiles.index(next_stage), wanted)
-        _fetch(w1, block, B0, B1, BLOCK_N, FORM, k, bar, w_tiles.index(next_stage), wanted)
-        _fetch(w2, block, B1, B2, BLOCK_N, FORM, k, bar, w_tiles.index(next_stage), wanted)
-        _fetch(w3, block, B2, B3, BLOCK_N, FORM, k, bar, w_tiles.index(next_stage), wanted)
-        tma_load(x, [token, k], bar, x_tiles.index(next_stage), pred=wanted)
+        _fetch(w0, group, block, 0, B0, BLOCK_N, N0, K, FORM, k, bar, w_next, wanted)
+        _fetch(w1, group, block, B0, B1, BLOCK_N, N1, K, FORM, k, bar, w_next, wanted)
+        _fetch(w2, group, block, B1, B2, BLOCK_N, N2, K, FORM, k, bar, w_next, wanted)
+        _fetch(w3, group, block, B2, B3, BLOCK_N, N3, K, FORM, k, bar, w_next, wanted)
+        x_next = x_tiles.index(next_stage)
+        load_x(x, turned, token, group * K + k, bar, x_next, SIZE, wanted)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
 
     if HEAD > 0:
@@ -204,21 +220,46 @@ def _product(
             else:
                 pass_on(tile, at, N0, token, tokens, BLOCK_T)
     else:
-        _store(acc, out, tokens, token, block, run, N0, N1, N2, N3, B0, B1, B2, BLOCK_N, BLOCK_T)
+        _store(
+            acc,
+            out,
+            tokens,
+            token,
+            group,
+            block,
+            run,
+            N0,
+            N1,
+            N2,
+            N3,
+            B0,
+            B1,
+            B2,
+            GROUPS,
+            BLOCK_N,
+            BLOCK_T,
+        )
     forget(full)
     if LATE:
         gdc_wait()
 
 
 def supports(
-    x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int], forms: Sequence[int]
+    x: Tensor,
+    weights: Sequence[Tensor],
+    sizes: Sequence[int],
+    forms: Sequence[int],
+    groups: int = 1,
 ) -> bool:
-    """All weights of one form, in half precision, and aligned as TMA wants it."""
+    """All weights of one form, in half precision, and aligned as TMA wants it; groups whose K a
+    tile ends with."""
+    depth = x.shape[1] // groups
     return (
         gpu.is_hopper(x.device)
         and x.dtype in DTYPES
         and len(set(forms)) == 1
-        and steps_over(forms[0], x.shape[1], sizes)
+        and steps_over(forms[0], depth, sizes)
+        and (groups == 1 or depth % 64 == 0)
         and aligned(x, *weights)
     )
 
@@ -241,18 +282,23 @@ def launch(
     sin: Tensor | None = None,
     cos: Tensor | None = None,
     interleaved: bool = False,
+    groups: int = 1,
+    turned: Tensor | None = None,
+    size: int = 0,
 ) -> None:
     """out [RUNS, T, sum of sizes] = x [T, K] times the weights; size 0: there is no such weight.
     `late`: the kernel before is none that x comes from, so it is waited for at the end.
-    `head`: columns of a head, of which the first 64 are rotated."""
-    tokens, depth = x.shape
+    `head`: columns of a head, of which the first 64 are rotated.  `groups`: x is [T, groups K], of
+    which runs divide K, and out [RUNS, T, groups N].  `turned` [T, .., 64]: the last dims of each
+    `size` of x."""
+    tokens, depth = x.shape[0], x.shape[1] // groups
     chunks = run // tiling.k
     described = [
-        describe_weight(weight, form, depth, size, tiling.columns, tiling.k)
-        for weight, size in zip(weights, sizes, strict=True)
+        describe_weight(weight, form, depth, columns, tiling.columns, tiling.k, groups)
+        for weight, columns in zip(weights, sizes, strict=True)
     ]
-    launches.kernel(_product, grid, out.shape[0])(
-        describe_matrix(x, tokens, depth, [tiling.tokens, tiling.k]),
+    launches.kernel(_product, grid, out.shape[0], groups)(
+        *describe_x(x, turned, tiling.tokens, tiling.k),
         *described,
         out,
         sin,
@@ -261,6 +307,7 @@ def launch(
         tokens,
         min(chunks, tiling.stages),
         0 if zeroed is None else zeroed.numel(),
+        K=depth,
         RUN=run,
         N0=sizes[0],
         N1=sizes[1],
@@ -271,6 +318,8 @@ def launch(
         BLOCK_K=tiling.k,
         STAGES=min(max(chunks, 2), tiling.stages),
         GROUP=tiling.group,
+        GROUPS=groups,
+        SIZE=size,
         FIRST=first,
         LATE=late,
         HEAD=head,

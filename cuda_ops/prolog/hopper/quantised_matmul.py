@@ -34,12 +34,22 @@ SWAPPED = 32  # tokens of one transposed product
 
 @gluon.jit
 def _fetch(
-    w, block, FIRST: gl.constexpr, END: gl.constexpr, BLOCK_N: gl.constexpr, k, bar, tile, wanted
+    w,
+    base,
+    block,
+    FIRST: gl.constexpr,
+    END: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    k,
+    bar,
+    tile,
+    wanted,
 ):
-    """One tile of the weight whose blocks are [FIRST, END), if `block` is one of them."""
+    """One tile of the weight whose blocks are [FIRST, END), if `block` is one of them, and which
+    begins at column `base`."""
     if END > FIRST:
         mine = (block >= FIRST) & (block < END) & wanted
-        tma_load(w, [(block - FIRST) * BLOCK_N, k], bar, tile, pred=mine)
+        tma_load(w, [base + (block - FIRST) * BLOCK_N, k], bar, tile, pred=mine)
 
 
 @gluon.jit
@@ -94,6 +104,7 @@ def _store(
     out,
     tokens,
     token,
+    first,
     block,
     run,
     N0: gl.constexpr,
@@ -101,6 +112,7 @@ def _store(
     N2: gl.constexpr,
     B0: gl.constexpr,
     B1: gl.constexpr,
+    GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_T: gl.constexpr,
 ):
@@ -113,7 +125,7 @@ def _store(
     base, begin, size = own(block, N0, N1, N2, 0, B0, B1, B1)
     n = (block - begin) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, along))[None, :]
     t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(1, along))[:, None]
-    at = (run.to(gl.int64) * tokens + t) * (N0 + N1 + N2) + base
+    at = (run.to(gl.int64) * tokens + t) * ((N0 + N1 + N2) * GROUPS) + first + base
     result = gl.convert_layout(acc.to(out.dtype.element_ty), along)
     gl.store(out + at + n, result, mask=(n < size) & (t < tokens))
 
@@ -139,6 +151,7 @@ def _product(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
     SWAP: gl.constexpr,
     FIRST: gl.constexpr,
     LATE: gl.constexpr,
@@ -153,17 +166,22 @@ def _product(
     full = ring(STAGES)
     token, block, run = place(tokens, BLOCK_T, B2, GROUP)
     lo = run * CHUNKS
+    group = gl.program_id(2)
+    row = group * tokens + token  # of x
+    column = group * N0  # of a group's one weight, and of out
+    x_scale += group.to(gl.int64) * tokens * KB
+    s0 += group * (KB * ((N0 + 127) // 128))
 
     handover.begin(FIRST)
     for i in gl.static_range(STAGES):
         bar = full.index(i)
         mbarrier.expect(bar, BYTES)
-        _fetch(w0, block, 0, B0, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
-        _fetch(w1, block, B0, B1, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
-        _fetch(w2, block, B1, B2, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
+        _fetch(w0, column, block, 0, B0, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
+        _fetch(w1, column, block, B0, B1, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
+        _fetch(w2, column, block, B1, B2, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
     handover.follow(FIRST, LATE, SECOND)
     for i in gl.static_range(STAGES):
-        tma_load(x, [token, (lo + i) * 128], full.index(i), x_tiles.index(i))
+        tma_load(x, [row, (lo + i) * 128], full.index(i), x_tiles.index(i))
 
     summed: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0],
@@ -193,10 +211,10 @@ def _product(
         k = (lo + later) * 128
         bar = full.index(stage)
         mbarrier.expect(bar, BYTES, pred=wanted)
-        _fetch(w0, block, 0, B0, BLOCK_N, k, bar, w_tile, wanted)
-        _fetch(w1, block, B0, B1, BLOCK_N, k, bar, w_tile, wanted)
-        _fetch(w2, block, B1, B2, BLOCK_N, k, bar, w_tile, wanted)
-        tma_load(x, [token, k], bar, x_tile, pred=wanted)
+        _fetch(w0, column, block, 0, B0, BLOCK_N, k, bar, w_tile, wanted)
+        _fetch(w1, column, block, B0, B1, BLOCK_N, k, bar, w_tile, wanted)
+        _fetch(w2, column, block, B1, B2, BLOCK_N, k, bar, w_tile, wanted)
+        tma_load(x, [row, k], bar, x_tile, pred=wanted)
         if SWAP:
             acc += part * by[None, :]
         else:
@@ -205,7 +223,9 @@ def _product(
 
     if SWAP:
         acc = acc.permute([1, 0])
-    _store(acc, out, tokens, token, block, run, N0, N1, N2, B0, B1, BLOCK_N, BLOCK_T)
+    _store(
+        acc, out, tokens, token, column, block, run, N0, N1, N2, B0, B1, GROUPS, BLOCK_N, BLOCK_T
+    )
     forget(full)
     if LATE:
         gdc_wait()
@@ -231,15 +251,16 @@ def launch(
     late: bool,
     second: bool,
     forked: bool,
+    groups: int = 1,
 ) -> None:
     """out [RUNS, T, sum of sizes] = x [T, K] times the weights, `chunks` blocks of k a run; size
-    0: there is no such weight."""
-    tokens, depth = x.shape
-    launches.kernel(_product, grid, out.shape[0])(
-        describe_box(x, [tokens, depth], [depth, 1], [config.tokens, 128]),
+    0: there is no such weight.  `groups`: x is [groups T, K], and out [RUNS, T, groups N]."""
+    tokens, depth = x.shape[0] // groups, x.shape[1]
+    launches.kernel(_product, grid, out.shape[0], groups)(
+        describe_box(x, [groups * tokens, depth], [depth, 1], [config.tokens, 128]),
         x_scale,
         *(
-            describe_box(weight, [max(size, 1), depth], [depth, 1], [config.columns, 128])
+            describe_box(weight, [max(groups * size, 1), depth], [depth, 1], [config.columns, 128])
             for weight, size in zip(weights, sizes, strict=True)
         ),
         *scales,
@@ -254,6 +275,7 @@ def launch(
         BLOCK_N=config.columns,
         STAGES=min(chunks, config.stages),
         GROUP=config.group,
+        GROUPS=groups,
         SWAP=config.swap,
         FIRST=first,
         LATE=late,

@@ -33,7 +33,7 @@ KERNELS = {
     "npu_hc_post_grad": ["_backward"],
     "npu_hc_post_pre": ["_mix", "_gates"],
     "npu_sharedkv_prolog_pto": ["_product", "_tokens", "_product", "_heads"],
-    "npu_grouped_o_proj_pto": ["_groups", "_product"],
+    "npu_grouped_o_proj_pto": ["_turned", "_product", "_product"],
     "npu_sparse_attention_v4_pto": [
         "_product",
         "_tokens",
@@ -44,7 +44,8 @@ KERNELS = {
         "_topk",
         "_note",
         "_attend",
-        "_groups",
+        "_turned",
+        "_product",
         "_product",
     ],
 }
@@ -118,6 +119,18 @@ def test_kernels_of_weights_of_8_bits_compile(op, mode, capability, monkeypatch)
     changes = matrices | made | dict(weight_format="linear")
     kernels = compiled(op, capability, monkeypatch, **changes)
     assert [kernel.name for kernel in kernels] == NARROW[op].split()
+    assert all(kernel.metadata.shared <= 99 * 1024 for kernel in kernels) or capability == 90
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@gpus
+@pytest.mark.parametrize("tokens", [1, 40, 128, 300])
+def test_kernels_of_heads_whose_last_dims_are_turned_compile(tokens, capability, monkeypatch):
+    op = "npu_grouped_o_proj_pto"
+    given = sample(op, torch.device("cpu"), torch.bfloat16, B=1, S=tokens, d=128, dr=64)
+    kernels = compiled(op, capability, monkeypatch, **given)
+    names = [kernel.name for kernel in kernels if kernel.name != "_added"]
+    assert names == ["_last", "_product", "_product"]
     assert all(kernel.metadata.shared <= 99 * 1024 for kernel in kernels) or capability == 90
 
 

@@ -227,6 +227,44 @@ def test_sizes_that_divide_nothing(sizes, device, backend):
     check(x, torch.float16, device, backend, "row-major")
 
 
+# heads of which a product takes 64 dims from the kernel ahead: every tile of few tokens, groups of
+# more and of less columns than a tile has, one group alone
+SPLIT_SIZES = [
+    dict(B=1, S=3, D=128, Ro=32),
+    dict(B=1, S=20, N=2, D=192, G=1, Ro=48),
+    dict(B=2, S=30, N=4, D=64, Ro=80),
+    dict(B=1, S=100, N=4, D=128, G=4, Ro=64),
+    dict(B=1, S=140, N=2, D=128, Ro=16),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", SPLIT_SIZES, ids=str)
+def test_dims_that_are_turned_ahead(sizes, form, device, backend):
+    check(draw(torch.float16, Dr=64, **sizes), torch.float16, device, backend, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(S=2000, N=8, D=128, G=8, Ro=256, H=2000), dict(S=600, N=64, G=32, Ro=256, H=64)],
+    ids=str,
+)
+def test_prompts(sizes, form, device, backend):
+    """Tiles for all multiprocessors: of groups and of heads, whole and cut off at both ends."""
+    if device.type == "cpu":
+        pytest.skip("seconds on a GPU, minutes on a CPU")
+    x = draw(torch.bfloat16, B=1, Dr=64, **dict(D=64) | sizes)
+    check(x, torch.bfloat16, device, backend, form)
+
+
+@pytest.mark.parametrize("sizes", SPLIT_SIZES[:3], ids=str)
+def test_fp8_that_is_quantised_ahead(sizes, device, backend):
+    """Blocks of 128 that are parts of heads, and of the groups' columns."""
+    sizes = sizes | dict(D=128, Ro=128)
+    check(draw(torch.float16, Dr=64, **sizes), torch.float16, device, backend, "linear", 4)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""A product of many tokens on Hopper (Gluon): one warp loads by TMA, two warpgroups multiply.
+
+A program walks over tiles of 128 tokens and 256 columns, whose bytes through L2 are the fewest that
+registers and shared memory allow; each warpgroup has 64 of the tokens.  While it stores a tile, the
+loads of the next one are on their way.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...common import gpu, handover
+from ...common.gluon_names import barrier, reinterpret, tma_store
+from ...common.hopper.tma import describe_matrix
+from ...common.tiling import cdiv
+from ...runtime import launches
+from .fused_gemm import (
+    columns_first,
+    describe_weight,
+    describe_x,
+    load_weight_of,
+    load_x,
+    weight_tiles,
+)
+
+TILE = 128, 256, 64  # tokens, columns, k
+BLOCK_T, BLOCK_N, BLOCK_K = (gl.constexpr(size) for size in TILE)
+PART, STAGES = gl.constexpr(64), gl.constexpr(4)
+
+
+@gluon.jit
+def _tile(number, tokens, N: gl.constexpr, HEIGHT: gl.constexpr):
+    """(group, first token, first column): HEIGHT blocks of tokens share each block of weights in
+    L2."""
+    BLOCKS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    count = (tokens + BLOCK_T - 1) // BLOCK_T
+    group = number // (count * BLOCKS)
+    inside = number % (count * BLOCKS)
+    first = inside // (HEIGHT * BLOCKS) * HEIGHT
+    height = gl.minimum(count - first, HEIGHT)
+    inside %= HEIGHT * BLOCKS
+    return group, (first + inside % height) * BLOCK_T, inside // height * BLOCK_N
+
+
+@gluon.jit
+def _load(
+    x,
+    turned,
+    w,
+    x_tiles,
+    w_tiles,
+    full,
+    empty,
+    tokens,
+    tiles,
+    K: gl.constexpr,
+    N: gl.constexpr,
+    SIZE: gl.constexpr,
+    HEIGHT: gl.constexpr,
+    FORM: gl.constexpr,
+):
+    step = 0
+    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        group, token, column = _tile(number, tokens, N, HEIGHT)
+        for k in range(0, K, BLOCK_K):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, (BLOCK_T + BLOCK_N) * BLOCK_K * 2)
+            load_weight_of(w, group, column, k, bar, w_tiles.index(stage), N, K, FORM)
+            load_x(x, turned, token, group * K + k, bar, x_tiles.index(stage), SIZE)
+            step += 1
+
+
+@gluon.jit
+def _halves(x):
+    rows: gl.constexpr = x.shape[0]
+    columns: gl.constexpr = x.shape[1] // 2
+    return gl.split(x.reshape([rows, 2, columns]).permute([0, 2, 1]))
+
+
+@gluon.jit
+def _put(part, out, token, column, tile):
+    """PART columns, through a tile that the store before the last one has left."""
+    tma.store_wait(1)
+    barrier()
+    tile.store(part)
+    fence_async_shared()
+    barrier()
+    tma_store(out, [token, column], tile)
+
+
+@gluon.jit
+def _multiply(
+    x_tiles,
+    w_tiles,
+    out_tiles,
+    out,
+    full,
+    empty,
+    tokens,
+    tiles,
+    WG: gl.constexpr,
+    K: gl.constexpr,
+    N: gl.constexpr,
+    HEIGHT: gl.constexpr,
+    FORM: gl.constexpr,
+):
+    HALF: gl.constexpr = BLOCK_T // 2
+    x_halves = reinterpret(x_tiles, x_tiles.dtype, [STAGES * 2, HALF, BLOCK_K], x_tiles.layout)
+    summed: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    step = 0
+    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        group, token, column = _tile(number, tokens, N, HEIGHT)
+        acc = gl.zeros([HALF, BLOCK_N], gl.float32, summed)
+        for k in range(0, K, BLOCK_K):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            w_tile = columns_first(w_tiles.index(stage), BLOCK_N, BLOCK_K, FORM).permute([1, 0])
+            acc = warpgroup_mma(x_halves.index(stage * 2 + WG), w_tile, acc, is_async=True)
+            # the product before is done
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+            step += 1
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index((step - 1) % STAGES))
+        low, high = _halves(acc.to(out.dtype))
+        a, b = _halves(low)
+        c, d = _halves(high)
+        row = token + WG * HALF
+        column += group * N
+        _put(a, out, row, column, out_tiles.index(WG * 2))
+        _put(b, out, row, column + PART, out_tiles.index(WG * 2 + 1))
+        _put(c, out, row, column + 2 * PART, out_tiles.index(WG * 2))
+        _put(d, out, row, column + 3 * PART, out_tiles.index(WG * 2 + 1))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tokens", "tiles"])
+def _product(
+    x,
+    turned,
+    w,
+    out,
+    tokens,
+    tiles,
+    K: gl.constexpr,
+    N: gl.constexpr,
+    SIZE: gl.constexpr,
+    HEIGHT: gl.constexpr,
+    FORM: gl.constexpr,
+    FIRST: gl.constexpr,
+):
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, BLOCK_K], x.layout)
+    w_tiles = weight_tiles(w, STAGES, BLOCK_N, BLOCK_K, FORM)
+    out_tiles = gl.allocate_shared_memory(out.dtype, [4, BLOCK_T // 2, PART], out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for each in gl.static_range(STAGES):
+        mbarrier.init(full.index(each), count=1)
+        mbarrier.init(empty.index(each), count=2)
+    fence_async_shared()
+    barrier()
+    handover.begin(FIRST)
+    handover.follow(FIRST, False)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    x_tiles,
+                    w_tiles,
+                    out_tiles,
+                    out,
+                    full,
+                    empty,
+                    tokens,
+                    tiles,
+                    gl.constexpr(0),
+                    K,
+                    N,
+                    HEIGHT,
+                    FORM,
+                ),
+            ),
+            (
+                _multiply,
+                (
+                    x_tiles,
+                    w_tiles,
+                    out_tiles,
+                    out,
+                    full,
+                    empty,
+                    tokens,
+                    tiles,
+                    gl.constexpr(1),
+                    K,
+                    N,
+                    HEIGHT,
+                    FORM,
+                ),
+            ),
+            (
+                _load,
+                (
+                    x,
+                    turned,
+                    w,
+                    x_tiles,
+                    w_tiles,
+                    full,
+                    empty,
+                    tokens,
+                    tiles,
+                    K,
+                    N,
+                    SIZE,
+                    HEIGHT,
+                    FORM,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 24],
+    )
+
+
+def _tiles(tokens: int, columns: int, groups: int) -> int:
+    return groups * cdiv(tokens, TILE[0]) * cdiv(columns, TILE[1])
+
+
+def supports(x: Tensor, columns: int, groups: int) -> bool:
+    """Of what nz_matmul supports: a tile for nearly every multiprocessor, and rows that TMA can
+    store."""
+    tokens, depth = x.shape[0], x.shape[1] // groups
+    fills = 10 * _tiles(tokens, columns, groups) >= 9 * gpu.num_sms(x.device)
+    whole = depth % TILE[2] == 0 and columns % TILE[1] == 0
+    return tokens > 256 and fills and columns % 8 == 0 and (groups == 1 or whole)
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    form: int,
+    columns: int,
+    out: Tensor,
+    *,
+    first: bool,
+    forked: bool,
+    groups: int,
+    turned: Tensor | None,
+    size: int,
+) -> None:
+    """out [T, groups N] = x [T, groups K] times the weights, as nz_matmul.launch."""
+    tokens, depth = x.shape[0], x.shape[1] // groups
+    tiles = _tiles(tokens, columns, groups)
+    launches.kernel(_product, min(tiles, gpu.num_sms(x.device)))(
+        *describe_x(x, turned, TILE[0], TILE[2]),
+        describe_weight(weight, form, depth, columns, TILE[1], TILE[2], groups),
+        describe_matrix(out, tokens, groups * columns, [TILE[0] // 2, 64]),
+        tokens,
+        tiles,
+        K=depth,
+        N=columns,
+        SIZE=size,
+        HEIGHT=16,
+        FORM=form,
+        FIRST=first,
+        num_warps=4,
+        launch_pdl=not forked,
+    )
