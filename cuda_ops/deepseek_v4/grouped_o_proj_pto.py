@@ -44,7 +44,6 @@ from ..prolog.quantised_matmul import Rows, Weight
 from ..prolog.quantised_stages import products
 from ..prolog.stages import run_sum
 from ..runtime import launches
-from .last_rotation import angles, other_of
 
 BLOCK = 1024  # numbers that a program of _added takes
 HEADS = 32  # that one of _last takes
@@ -130,24 +129,29 @@ def _turned(
     of out, which is quantised in blocks of 128 dims of a power of two once they are rounded."""
     OF_GROUP: tl.constexpr = HEADS // GROUPS
     BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
-    PAD: tl.constexpr = triton.next_power_of_2(D)
+    ODD: tl.constexpr = (D - DR) % 2  # pairs are of an odd dim and the next
+    PAD: tl.constexpr = triton.next_power_of_2(D + ODD)
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     head = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    j = tl.arange(0, PAD)
+    j = tl.arange(0, PAD) - ODD
+    angle = 2 * tl.arange(0, PAD // 2) - ODD - (D - DR)
     there = head < HEADS
-    mask = there[:, None] & (j < D)[None, :]
+    mask = there[:, None] & ((j >= 0) & (j < D))[None, :]
     at = token * (HEADS * D) + (head * D)[:, None]
     to = (head // OF_GROUP * tl.cast(tokens, tl.int64) + token) * OF_GROUP + head % OF_GROUP
     if CHAINED and FIRST:
         handover.begin(True)
     elif CHAINED:
         gdc_launch_dependents()
-    c, s = angles(sin + token * DR, cos + token * DR, j, j < D, D, DR)
+    turns = (angle >= 0) & (angle < DR)
+    c = tl.load(cos + token * DR + angle, mask=turns, other=1.0).to(tl.float32)[None, :]
+    s = tl.load(sin + token * DR + angle, mask=turns, other=0.0).to(tl.float32)[None, :]
     if CHAINED and not FIRST:
         gdc_wait()
     u = tl.load(x + at + j[None, :], mask=mask, other=0.0).to(tl.float32)
-    v = tl.load(x + at + other_of(j, D, DR)[None, :], mask=mask, other=0.0).to(tl.float32)
-    turned = u * c[None, :] - v * s[None, :]
+    first, second = tl.split(tl.reshape(u, [BLOCK, PAD // 2, 2]))
+    turned = tl.join(first * c + second * s, second * c - first * s)
+    turned = tl.reshape(turned, [BLOCK, PAD])
     out_at = out + (to * D)[:, None] + j[None, :]
     if KIND == quantise.PLAIN:
         tl.store(out_at, turned.to(out.dtype.element_ty), mask=mask)
@@ -299,7 +303,7 @@ def _turn(
     first: bool,
 ) -> None:
     batch, steps, heads, size = attn_out.shape
-    block = max(1, min(power_of_two(heads), BLOCK * 4 // power_of_two(size)))
+    block = max(1, min(power_of_two(heads), BLOCK * 2 // power_of_two(size)))
     chained = gpu.has_chained_launch(attn_out.device)
     tokens = batch * steps
     launches.kernel(_turned, tokens * cdiv(heads, block))(

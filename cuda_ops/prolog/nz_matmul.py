@@ -216,7 +216,7 @@ def product(
     chained = gpu.has_chained_launch(device)
     by_tma = hopper.supports(x, kept, given, forms, groups)
     alone = len(given) == 1 and not keep_float and zeroed is None
-    if by_tma and alone and prompt.supports(x, given[0], groups):
+    if by_tma and alone and prompt.supports(x, given[0], groups, forms[0]):
         out = memory.empty((1, tokens, groups * given[0]), x.dtype, device)
         prompt.launch(
             x,

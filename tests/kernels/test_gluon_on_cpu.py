@@ -416,7 +416,7 @@ def test_product_of_groups(size, tokens, sms, columns, form, prologs, prompts, m
 
 @every_form
 @pytest.mark.parametrize(
-    "tokens, depth, columns", [(300, 208, 272), (257, 64, 1024), (600, 320, 16)]
+    "tokens, depth, columns", [(300, 208, 272), (257, 64, 1024), (1100, 320, 16)]
 )
 def test_product_of_a_prompt(tokens, depth, columns, form, prologs, prompts, monkeypatch):
     """Tiles that nothing divides; more of them than programs, and as many."""

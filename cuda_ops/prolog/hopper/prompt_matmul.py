@@ -3,8 +3,9 @@
 """A product of many tokens on Hopper (Gluon): one warp loads by TMA, two warpgroups multiply.
 
 A program walks over tiles of 128 tokens and 256 columns, whose bytes through L2 are the fewest that
-registers and shared memory allow; each warpgroup has 64 of the tokens.  While it stores a tile, the
-loads of the next one are on their way.
+registers and shared memory allow, or of NZ, whose rows of 32 bytes TMA copies slowly, 256 tokens
+and 128 columns; each warpgroup has half of the tokens.  While it stores a tile, the loads of the
+next one are on their way.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ...common import gpu, handover
 from ...common.gluon_names import barrier, reinterpret, tma_store
 from ...common.hopper.tma import describe_matrix
 from ...common.tiling import cdiv
+from ...common.weight_forms import NZ
 from ...runtime import launches
 from .fused_gemm import (
     columns_first,
@@ -34,15 +36,15 @@ from .fused_gemm import (
     weight_tiles,
 )
 
-TILE = 128, 256, 64  # tokens, columns, k
-BLOCK_T, BLOCK_N, BLOCK_K = (gl.constexpr(size) for size in TILE)
-PART, STAGES = gl.constexpr(64), gl.constexpr(4)
+STEP, CUT = 64, 4  # k of a tile; parts in which a warpgroup stores its columns
+BLOCK_K, PARTS, STAGES = gl.constexpr(STEP), gl.constexpr(CUT), gl.constexpr(4)
 
 
 @gluon.jit
-def _tile(number, tokens, N: gl.constexpr, HEIGHT: gl.constexpr):
-    """(group, first token, first column): HEIGHT blocks of tokens share each block of weights in
+def _tile(number, tokens, N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(group, first token, first column): the blocks of 2048 tokens share each block of weights in
     L2."""
+    HEIGHT: gl.constexpr = 2048 // BLOCK_T
     BLOCKS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     count = (tokens + BLOCK_T - 1) // BLOCK_T
     group = number // (count * BLOCKS)
@@ -67,12 +69,13 @@ def _load(
     K: gl.constexpr,
     N: gl.constexpr,
     SIZE: gl.constexpr,
-    HEIGHT: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     FORM: gl.constexpr,
 ):
     step = 0
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group, token, column = _tile(number, tokens, N, HEIGHT)
+        group, token, column = _tile(number, tokens, N, BLOCK_T, BLOCK_N)
         for k in range(0, K, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
@@ -92,7 +95,7 @@ def _halves(x):
 
 @gluon.jit
 def _put(part, out, token, column, tile):
-    """PART columns, through a tile that the store before the last one has left."""
+    """Columns, through a tile that the store before the last one has left."""
     tma.store_wait(1)
     barrier()
     tile.store(part)
@@ -114,17 +117,19 @@ def _multiply(
     WG: gl.constexpr,
     K: gl.constexpr,
     N: gl.constexpr,
-    HEIGHT: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     FORM: gl.constexpr,
 ):
     HALF: gl.constexpr = BLOCK_T // 2
+    PART: gl.constexpr = BLOCK_N // PARTS
     x_halves = reinterpret(x_tiles, x_tiles.dtype, [STAGES * 2, HALF, BLOCK_K], x_tiles.layout)
     summed: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
     )
     step = 0
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group, token, column = _tile(number, tokens, N, HEIGHT)
+        group, token, column = _tile(number, tokens, N, BLOCK_T, BLOCK_N)
         acc = gl.zeros([HALF, BLOCK_N], gl.float32, summed)
         for k in range(0, K, BLOCK_K):
             stage = step % STAGES
@@ -160,13 +165,16 @@ def _product(
     K: gl.constexpr,
     N: gl.constexpr,
     SIZE: gl.constexpr,
-    HEIGHT: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     FORM: gl.constexpr,
     FIRST: gl.constexpr,
 ):
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, BLOCK_K], x.layout)
     w_tiles = weight_tiles(w, STAGES, BLOCK_N, BLOCK_K, FORM)
-    out_tiles = gl.allocate_shared_memory(out.dtype, [4, BLOCK_T // 2, PART], out.layout)
+    out_tiles = gl.allocate_shared_memory(
+        out.dtype, [4, BLOCK_T // 2, BLOCK_N // PARTS], out.layout
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for each in gl.static_range(STAGES):
@@ -192,7 +200,8 @@ def _product(
                     gl.constexpr(0),
                     K,
                     N,
-                    HEIGHT,
+                    BLOCK_T,
+                    BLOCK_N,
                     FORM,
                 ),
             ),
@@ -210,7 +219,8 @@ def _product(
                     gl.constexpr(1),
                     K,
                     N,
-                    HEIGHT,
+                    BLOCK_T,
+                    BLOCK_N,
                     FORM,
                 ),
             ),
@@ -229,7 +239,8 @@ def _product(
                     K,
                     N,
                     SIZE,
-                    HEIGHT,
+                    BLOCK_T,
+                    BLOCK_N,
                     FORM,
                 ),
             ),
@@ -239,16 +250,22 @@ def _product(
     )
 
 
-def _tiles(tokens: int, columns: int, groups: int) -> int:
-    return groups * cdiv(tokens, TILE[0]) * cdiv(columns, TILE[1])
+def _tile_of(form: int) -> tuple[int, int]:
+    """(tokens, columns)"""
+    return (256, 128) if form == NZ else (128, 256)
 
 
-def supports(x: Tensor, columns: int, groups: int) -> bool:
+def _tiles(tokens: int, columns: int, groups: int, form: int) -> int:
+    rows, width = _tile_of(form)
+    return groups * cdiv(tokens, rows) * cdiv(columns, width)
+
+
+def supports(x: Tensor, columns: int, groups: int, form: int) -> bool:
     """Of what nz_matmul supports: a tile for nearly every multiprocessor, and rows that TMA can
     store."""
     tokens, depth = x.shape[0], x.shape[1] // groups
-    fills = 10 * _tiles(tokens, columns, groups) >= 9 * gpu.num_sms(x.device)
-    whole = depth % TILE[2] == 0 and columns % TILE[1] == 0
+    fills = 10 * _tiles(tokens, columns, groups, form) >= 9 * gpu.num_sms(x.device)
+    whole = depth % STEP == 0 and columns % _tile_of(form)[1] == 0
     return tokens > 256 and fills and columns % 8 == 0 and (groups == 1 or whole)
 
 
@@ -267,17 +284,19 @@ def launch(
 ) -> None:
     """out [T, groups N] = x [T, groups K] times the weights, as nz_matmul.launch."""
     tokens, depth = x.shape[0], x.shape[1] // groups
-    tiles = _tiles(tokens, columns, groups)
+    rows, width = _tile_of(form)
+    tiles = _tiles(tokens, columns, groups, form)
     launches.kernel(_product, min(tiles, gpu.num_sms(x.device)))(
-        *describe_x(x, turned, TILE[0], TILE[2]),
-        describe_weight(weight, form, depth, columns, TILE[1], TILE[2], groups),
-        describe_matrix(out, tokens, groups * columns, [TILE[0] // 2, 64]),
+        *describe_x(x, turned, rows, STEP),
+        describe_weight(weight, form, depth, columns, width, STEP, groups),
+        describe_matrix(out, tokens, groups * columns, [rows // 2, width // CUT]),
         tokens,
         tiles,
         K=depth,
         N=columns,
         SIZE=size,
-        HEIGHT=16,
+        BLOCK_T=rows,
+        BLOCK_N=width,
         FORM=form,
         FIRST=first,
         num_warps=4,

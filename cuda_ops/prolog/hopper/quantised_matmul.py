@@ -3,9 +3,10 @@
 """The fp8 products of quantised_matmul.py on Hopper (Gluon): tiles of [N, K] go by TMA to wgmma.
 
 A step is one block of 128 k: its sum is made in the tensor cores, then multiplied by the scales of
-its tokens and of its weights and added in float32.  Up to 32 tokens are the short side of a
-transposed product, [columns, tokens]; of more, a thread has two tokens and all columns.  As in
-nz_matmul.py a program asks for its weights before it waits for the kernel that writes x.
+its tokens and of its weights, which shared memory has of many blocks, and added in float32.  Up to
+32 tokens are the short side of a transposed product, [columns, tokens]; of more, a thread has two
+tokens and all columns.  As in nz_matmul.py a program asks for its weights before it waits for the
+kernel that writes x.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from ...common import gpu, handover
-from ...common.gluon_names import barrier, tma_load
+from ...common.gluon_names import barrier, reinterpret, tma_load
 from ...common.hopper.tma import aligned, describe_box, forget
-from ...common.tiling import Tiling, cdiv
+from ...common.tiling import Tiling, cdiv, power_of_two
 from ...runtime import launches
 from .fused_gemm import own, place, ring
 
 SWAPPED = 32  # tokens of one transposed product
+SCALES = 2048  # that shared memory has at a time
 
 
 @gluon.jit
@@ -63,22 +65,23 @@ def _scale(
     KB: gl.constexpr,
     SIZE: gl.constexpr,
 ):
-    """Of block `k_block` of k, or zero where the weight is another one, or k has ended."""
+    """Of blocks of k, or zeros where the weight is another one, or k has ended."""
     mine = (block >= FIRST) & (block < END) & (k_block < KB)
     column = (block - FIRST) * BLOCK_N // 128
     return gl.load(scale + k_block * ((SIZE + 127) // 128) + column, mask=mine, other=0.0)
 
 
 @gluon.jit
-def _scales(
+def _note_scales(
+    table,
     x_scale,
     s0,
     s1,
     s2,
-    t,
+    token,
     tokens,
     block,
-    k_block,
+    first,
     KB: gl.constexpr,
     N0: gl.constexpr,
     N1: gl.constexpr,
@@ -88,14 +91,24 @@ def _scales(
     B2: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Of each token, times that of the weights."""
+    """table [WINDOW, BLOCK_T]: of blocks of k from `first` on, those of tokens times those of the
+    weights."""
+    WINDOW: gl.constexpr = table.shape[0]
+    BLOCK_T: gl.constexpr = table.shape[1]
+    LANES: gl.constexpr = min(WINDOW, 32)
+    along: gl.constexpr = gl.BlockedLayout(
+        [1, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1]
+    )
+    k_block = first + gl.arange(0, WINDOW, gl.SliceLayout(1, along))
+    t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(0, along))
     by = _scale(s0, block, k_block, 0, B0, BLOCK_N, KB, N0)
     if N1 > 0:
         by += _scale(s1, block, k_block, B0, B1, BLOCK_N, KB, N1)
     if N2 > 0:
         by += _scale(s2, block, k_block, B1, B2, BLOCK_N, KB, N2)
-    at = x_scale + t.to(gl.int64) * KB + k_block
-    return gl.load(at, mask=(t < tokens) & (k_block < KB), other=0.0) * by
+    at = t.to(gl.int64)[None, :] * KB + k_block[:, None]
+    there = (t < tokens)[None, :] & (k_block < KB)[:, None]
+    table.store(gl.load(x_scale + at, mask=there, other=0.0) * by[:, None])
 
 
 @gluon.jit
@@ -150,6 +163,7 @@ def _product(
     BLOCK_T: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
     GROUP: gl.constexpr,
     GROUPS: gl.constexpr,
     SWAP: gl.constexpr,
@@ -163,6 +177,10 @@ def _product(
     BYTES: gl.constexpr = (BLOCK_N + BLOCK_T) * 128
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, 128], w0.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, 128], x.layout)
+    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    table = gl.allocate_shared_memory(gl.float32, [WINDOW, BLOCK_T], ROWS)
+    scales = reinterpret(table, gl.float32, [WINDOW, BLOCK_T], FLAT)
     full = ring(STAGES)
     token, block, run = place(tokens, BLOCK_T, B2, GROUP)
     lo = run * CHUNKS
@@ -189,37 +207,56 @@ def _product(
         instr_shape=[16, BLOCK_T if SWAP else BLOCK_N, 32],
     )
     zero = gl.zeros([BLOCK_N, BLOCK_T] if SWAP else [BLOCK_T, BLOCK_N], gl.float32, summed)
-    t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(0 if SWAP else 1, summed))
+    of_tokens: gl.constexpr = gl.SliceLayout(0 if SWAP else 1, summed)
     acc = zero
-    by = _scales(x_scale, s0, s1, s2, t, tokens, block, lo, KB, N0, N1, N2, B0, B1, B2, BLOCK_N)
-    for i in range(CHUNKS):
-        stage = i % STAGES
-        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-        x_tile = x_tiles.index(stage)
-        w_tile = w_tiles.index(stage)
-        if SWAP:
-            part = warpgroup_mma(w_tile, x_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
-        else:
-            part = warpgroup_mma(x_tile, w_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
-        ahead = _scales(
-            x_scale, s0, s1, s2, t, tokens, block, lo + i + 1, KB, N0, N1, N2, B0, B1, B2, BLOCK_N
+    for first in range(0, CHUNKS, WINDOW):
+        _note_scales(
+            table,
+            x_scale,
+            s0,
+            s1,
+            s2,
+            token,
+            tokens,
+            block,
+            lo + first,
+            KB,
+            N0,
+            N1,
+            N2,
+            B0,
+            B1,
+            B2,
+            BLOCK_N,
         )
-        part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
-        barrier()  # done in every warp: the tiles are free
-        later = i + STAGES
-        wanted = later < CHUNKS
-        k = (lo + later) * 128
-        bar = full.index(stage)
-        mbarrier.expect(bar, BYTES, pred=wanted)
-        _fetch(w0, column, block, 0, B0, BLOCK_N, k, bar, w_tile, wanted)
-        _fetch(w1, column, block, B0, B1, BLOCK_N, k, bar, w_tile, wanted)
-        _fetch(w2, column, block, B1, B2, BLOCK_N, k, bar, w_tile, wanted)
-        tma_load(x, [row, k], bar, x_tile, pred=wanted)
-        if SWAP:
-            acc += part * by[None, :]
-        else:
-            acc += part * by[:, None]
-        by = ahead
+        barrier()  # as the one in the loop, behind which no warp reads the scales before these
+        for step in range(first, gl.minimum(first + WINDOW, CHUNKS)):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            x_tile = x_tiles.index(stage)
+            w_tile = w_tiles.index(stage)
+            if SWAP:
+                x_side = x_tile.permute([1, 0])
+                part = warpgroup_mma(w_tile, x_side, zero, use_acc=False, is_async=True)
+            else:
+                w_side = w_tile.permute([1, 0])
+                part = warpgroup_mma(x_tile, w_side, zero, use_acc=False, is_async=True)
+            by = scales.index(step - first).load(of_tokens)
+            part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+            barrier()  # done in every warp: the tiles are free
+            later = step + STAGES
+            wanted = later < CHUNKS
+            k = (lo + later) * 128
+            bar = full.index(stage)
+            mbarrier.expect(bar, BYTES, pred=wanted)
+            _fetch(w0, column, block, 0, B0, BLOCK_N, k, bar, w_tile, wanted)
+            _fetch(w1, column, block, B0, B1, BLOCK_N, k, bar, w_tile, wanted)
+            _fetch(w2, column, block, B1, B2, BLOCK_N, k, bar, w_tile, wanted)
+            tma_load(x, [row, k], bar, x_tile, pred=wanted)
+            if SWAP:
+                acc += part * by[None, :]
+            else:
+                acc += part * by[:, None]
 
     if SWAP:
         acc = acc.permute([1, 0])
@@ -274,6 +311,7 @@ def launch(
         BLOCK_T=config.tokens,
         BLOCK_N=config.columns,
         STAGES=min(chunks, config.stages),
+        WINDOW=min(power_of_two(chunks), SCALES // config.tokens),
         GROUP=config.group,
         GROUPS=groups,
         SWAP=config.swap,
