@@ -141,12 +141,12 @@ def eight_bits(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> T
     swap = tokens <= 32
     tile, columns = (max(8, power_of_two(tokens)), 64) if swap else (64, 64)
     together, room = 2, 104
-    if tokens > 64:
-        tile, together = 128, 1
-    if tokens > 128:
-        columns, room = 128, 208
-    warps = 8 if tile == 128 else 4
     blocks = _blocks(tokens, sizes, tile, columns)
     runs = _runs(blocks, together * num_sms, depth // 128)
+    fills = 9 * together * num_sms <= 10 * blocks * runs <= 10 * together * num_sms
+    if tokens > 128 or (tokens > 64 and not fills):
+        tile, columns, together, room = 128, 128, 1, 208
+        blocks = _blocks(tokens, sizes, tile, columns)
+        runs = _runs(blocks, together * num_sms, depth // 128)
     stages = room * 1024 // ((tile + columns) * 128)
-    return Tiling(tile, columns, 128, runs, stages, warps, swap)
+    return Tiling(tile, columns, 128, runs, stages, 8 if tile == 128 else 4, swap)

@@ -72,16 +72,12 @@ def _scale(
 
 
 @gluon.jit
-def _note_scales(
-    table,
-    x_scale,
+def _scales(
     s0,
     s1,
     s2,
-    token,
-    tokens,
     block,
-    first,
+    k_block,
     KB: gl.constexpr,
     N0: gl.constexpr,
     N1: gl.constexpr,
@@ -91,24 +87,13 @@ def _note_scales(
     B2: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """table [WINDOW, BLOCK_T]: of blocks of k from `first` on, those of tokens times those of the
-    weights."""
-    WINDOW: gl.constexpr = table.shape[0]
-    BLOCK_T: gl.constexpr = table.shape[1]
-    LANES: gl.constexpr = min(WINDOW, 32)
-    along: gl.constexpr = gl.BlockedLayout(
-        [1, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1]
-    )
-    k_block = first + gl.arange(0, WINDOW, gl.SliceLayout(1, along))
-    t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(0, along))
+    """Of the weights' blocks of k."""
     by = _scale(s0, block, k_block, 0, B0, BLOCK_N, KB, N0)
     if N1 > 0:
         by += _scale(s1, block, k_block, B0, B1, BLOCK_N, KB, N1)
     if N2 > 0:
         by += _scale(s2, block, k_block, B1, B2, BLOCK_N, KB, N2)
-    at = t.to(gl.int64)[None, :] * KB + k_block[:, None]
-    there = (t < tokens)[None, :] & (k_block < KB)[:, None]
-    table.store(gl.load(x_scale + at, mask=there, other=0.0) * by[:, None])
+    return by
 
 
 @gluon.jit
@@ -190,6 +175,13 @@ def _product(
     x_scale += group.to(gl.int64) * tokens * KB
     s0 += group * (KB * ((N0 + 127) // 128))
 
+    LANES: gl.constexpr = min(WINDOW, 32)
+    along: gl.constexpr = gl.BlockedLayout(
+        [1, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1]
+    )
+    t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(0, along))
+    k_block = lo + gl.arange(0, WINDOW, gl.SliceLayout(1, along))
+
     handover.begin(FIRST)
     for i in gl.static_range(STAGES):
         bar = full.index(i)
@@ -197,6 +189,7 @@ def _product(
         _fetch(w0, column, block, 0, B0, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
         _fetch(w1, column, block, B0, B1, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
         _fetch(w2, column, block, B1, B2, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
+    by = _scales(s0, s1, s2, block, k_block, KB, N0, N1, N2, B0, B1, B2, BLOCK_N)
     handover.follow(FIRST, LATE, SECOND)
     for i in gl.static_range(STAGES):
         tma_load(x, [row, (lo + i) * 128], full.index(i), x_tiles.index(i))
@@ -210,25 +203,9 @@ def _product(
     of_tokens: gl.constexpr = gl.SliceLayout(0 if SWAP else 1, summed)
     acc = zero
     for first in range(0, CHUNKS, WINDOW):
-        _note_scales(
-            table,
-            x_scale,
-            s0,
-            s1,
-            s2,
-            token,
-            tokens,
-            block,
-            lo + first,
-            KB,
-            N0,
-            N1,
-            N2,
-            B0,
-            B1,
-            B2,
-            BLOCK_N,
-        )
+        at = x_scale + t.to(gl.int64)[None, :] * KB + k_block[:, None]
+        there = (t < tokens)[None, :] & (k_block < KB)[:, None]
+        table.store(gl.load(at, mask=there, other=0.0) * by[:, None])
         barrier()  # as the one in the loop, behind which no warp reads the scales before these
         for step in range(first, gl.minimum(first + WINDOW, CHUNKS)):
             stage = step % STAGES
@@ -241,7 +218,7 @@ def _product(
             else:
                 w_side = w_tile.permute([1, 0])
                 part = warpgroup_mma(x_tile, w_side, zero, use_acc=False, is_async=True)
-            by = scales.index(step - first).load(of_tokens)
+            scale = scales.index(step - first).load(of_tokens)
             part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
             barrier()  # done in every warp: the tiles are free
             later = step + STAGES
@@ -254,9 +231,11 @@ def _product(
             _fetch(w2, column, block, B1, B2, BLOCK_N, k, bar, w_tile, wanted)
             tma_load(x, [row, k], bar, x_tile, pred=wanted)
             if SWAP:
-                acc += part * by[None, :]
+                acc += part * scale[None, :]
             else:
-                acc += part * by[:, None]
+                acc += part * scale[:, None]
+        k_block += WINDOW
+        by = _scales(s0, s1, s2, block, k_block, KB, N0, N1, N2, B0, B1, B2, BLOCK_N)
 
     if SWAP:
         acc = acc.permute([1, 0])
