@@ -143,10 +143,14 @@ def eight_bits(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> T
     together, room = 2, 104
     blocks = _blocks(tokens, sizes, tile, columns)
     runs = _runs(blocks, together * num_sms, depth // 128)
-    fills = 9 * together * num_sms <= 10 * blocks * runs <= 10 * together * num_sms
-    if tokens > 128 or (tokens > 64 and not fills):
-        tile, columns, together, room = 128, 128, 1, 208
+    filled = 9 * together * num_sms <= 10 * blocks * runs <= 10 * together * num_sms
+    if tokens > 128 or (tokens > 64 and not filled):
+        tile, columns, room = 128, 128, 208
         blocks = _blocks(tokens, sizes, tile, columns)
-        runs = _runs(blocks, together * num_sms, depth // 128)
+        runs = _runs(blocks, num_sms, depth // 128)
+        filled = runs <= 2 and 8 * num_sms <= 10 * blocks * runs <= 10 * num_sms
+        if tokens <= 128 and not filled:
+            columns, room = 64, 104
+            runs = _runs(_blocks(tokens, sizes, tile, columns), num_sms, depth // 128)
     stages = room * 1024 // ((tile + columns) * 128)
     return Tiling(tile, columns, 128, runs, stages, 8 if tile == 128 else 4, swap)

@@ -460,8 +460,20 @@ def test_fp8_product(tokens, depth, prologs):
     near(parts.sum(0), torch.cat(wanted, 1), 1e-5)
 
 
-@pytest.mark.parametrize("tokens, depth", [(3, 1024), (20, 1168), (70, 448), (150, 192)])
-def test_fp8_product_of_groups(tokens, depth, prologs):
+@pytest.mark.parametrize(
+    "tokens, depth, sms",
+    [
+        (3, 1024, 132),
+        (20, 1168, 132),
+        (70, 448, 132),
+        (150, 192, 132),
+        (150, 2320, 1),
+        (70, 4112, 1),
+    ],
+)
+def test_fp8_product_of_groups(tokens, depth, sms, prologs, monkeypatch):
+    """sms 1: more blocks of k in a run than shared memory has the scales of."""
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: sms)
     groups, size = 3, 160
     x = [narrow(normal(tokens, depth)) for _ in range(groups)]
     weights = [narrow(normal(size, depth)) for _ in range(groups)]

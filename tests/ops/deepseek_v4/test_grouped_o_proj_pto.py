@@ -247,7 +247,11 @@ def test_dims_that_are_turned_ahead(sizes, form, device, backend):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "sizes",
-    [dict(S=2000, N=8, D=128, G=8, Ro=256, H=2000), dict(S=600, N=64, G=32, Ro=256, H=64)],
+    [
+        dict(S=2000, N=8, D=128, G=8, Ro=256, H=2000),
+        dict(S=600, N=64, G=32, Ro=256, H=64),
+        dict(S=257, N=64, G=64, Ro=256, H=48),
+    ],
     ids=str,
 )
 def test_prompts(sizes, form, device, backend):
