@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 MOST_RUNS = 16  # that the kernel behind a product adds up
+TURNED = 64  # dims of a head that a kernel ahead of a product has turned
 
 
 @dataclass(frozen=True)

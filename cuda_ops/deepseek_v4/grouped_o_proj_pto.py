@@ -7,13 +7,15 @@ A kernel ahead turns the dims that carry a rotation, an eighth of a head, and th
 those from there and the others from the heads.  Few tokens: products are cut along their depth, and
 `_added` adds up the runs in order.  The floor is the weights, once.
 
-    condition                                        kernels
-    weights of 8 bits                                _turned, prolog/quantised_matmul.py then
-                                                     _added, prolog/quantised_stages.py then _added
-    D in 64s, of which 64 are turned                 _last, prolog/nz_matmul.py then _added,
-                                                     prolog/quantised_stages.py then _added
-    no rotation                                      the same without _last
-    else                                             the same with _turned
+    condition                           kernels
+    weights of 8 bits                   _turned, prolog/quantised_matmul.py then _added,
+                                        prolog/quantised_stages.py then _added
+    D in 64s, of which 64 are turned    _last, prolog/nz_matmul.py then _added,
+                                        prolog/quantised_stages.py then _added
+    no rotation                         prolog/nz_matmul.py then _added,
+                                        prolog/quantised_stages.py then _added
+    else                                _turned, prolog/nz_matmul.py then _added,
+                                        prolog/quantised_stages.py then _added
 
 Fp8 whose blocks of 128 are parts of heads: `_turned` and the first `_added` quantise as well.
 
@@ -37,7 +39,7 @@ from typing_extensions import Unpack
 from ...dispatch.common import memory, nz, quantised
 from ...dispatch.ops.deepseek_v4.grouped_o_proj_pto import Arguments
 from ..common import gpu, handover, quantise
-from ..common.tiling import cdiv, power_of_two
+from ..common.tiling import TURNED, cdiv, power_of_two
 from ..prolog import nz_matmul, quantised_matmul
 from ..prolog import stages as prolog
 from ..prolog.quantised_matmul import Rows, Weight
@@ -241,7 +243,7 @@ def _groups(
     heads, size = attn_out.shape[2:]
     rotary, groups = sin.shape[-1], w.shape[0]
     x, turned = attn_out, None
-    if rotary == nz_matmul.TURNED and size % rotary == 0:
+    if rotary == TURNED and size % rotary == 0:
         turned = _last_turned(attn_out, sin, cos)
     elif rotary > 0:
         x = _turned_back(attn_out, sin, cos, 1, first=True)

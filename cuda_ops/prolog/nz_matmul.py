@@ -30,12 +30,11 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...dispatch.common import memory, nz
 from ..common import gpu, handover, tiling
-from ..common.tiling import cdiv
+from ..common.tiling import TURNED, cdiv
 from ..common.weight_forms import NZ, form_of
 from ..runtime import launches
 from .hopper import nz_matmul as hopper
 from .hopper import prompt_matmul as prompt
-from .hopper.fused_gemm import TURNED
 
 
 @triton.jit(do_not_specialize=["tokens", "numbers"])

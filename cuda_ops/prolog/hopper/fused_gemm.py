@@ -21,9 +21,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...common.gluon_names import barrier, reinterpret, tma_load
 from ...common.hopper.tma import describe_matrix, describe_nz
+from ...common.tiling import TURNED
 from ...common.weight_forms import NZ, ROW_MAJOR
 
-TURNED = 64  # dims of a head that a kernel ahead has turned
 _LAST = gl.constexpr(TURNED)
 
 
