@@ -135,6 +135,7 @@ def _chunks_kernel(
     fades,
     u,
     w,
+    rates,
     out,
     T,
     sequences,
@@ -262,6 +263,7 @@ def _chunks_kernel(
         rate = rate_of(rate, valid, C.BETA)
         inverse = _solved(alike * rate[:, None], TWO)
         if BACKWARD:
+            tl.store(rates + tile + i, rate)
             tl.store(u + square, (-_product(alike, inverse, TWO)).to(element))
         else:
             solved = (inverse * rate[None, :]).to(element)
@@ -354,6 +356,7 @@ class Chunks:
     fades: Tensor  # [.., K]
     u: Tensor  # U [.., 64, V], for the gradient -A T [.., 64, 64]
     w: Tensor  # W, for the gradient exp(G) k [.., 64, K]
+    rates: Tensor  # for the gradient, [.., 64]
     constants: Constants
     sequences: int
     count: int
@@ -399,6 +402,7 @@ def chunks(
         fades=empty(K_PAD, dtype=torch.float32),
         u=empty(side, side if backward else V_PAD),
         w=empty(side, K_PAD),
+        rates=empty(side if backward else 0, dtype=torch.float32),
         constants=Constants(
             H=H,
             HV=HV,
@@ -433,6 +437,7 @@ def chunks(
             made.fades,
             made.u,
             made.w,
+            made.rates,
             made.qs if out is None else out,
             T,
             sequences,

@@ -26,6 +26,9 @@ both for every chunk in the dtype of q: 2 (T / 64 + sequences) HV K V numbers.  
 the order of programs: equal runs give equal gradients.
 
     condition                               kernels
+    on Hopper, K = V = 128, H = HV, v,      chunk_kda.py then hopper/kda_walks.py then
+      d_out in rows of whole 16 bytes;      _inputs_kernel then _norms_kernel,
+      the last two as below                 _sums_kernel
     norm in kernel, and A_log or dt_bias    chunk_kda.py then _walks_kernel then _inputs_kernel
                                             then _norms_kernel then _sums_kernel
     norm in kernel                          chunk_kda.py then _walks_kernel then _inputs_kernel
@@ -61,6 +64,7 @@ from ..common.kda import (
 )
 from ..runtime import launches
 from .chunk_kda import chunks, unsupported
+from .hopper import kda_walks
 
 __all__ = ["backward", "unsupported"]
 
@@ -549,34 +553,51 @@ def backward(
         memory.empty((programs if used else 0, K_PAD), wide, device) for used in (A, bias)
     )
     o_by, b_by = d_out.stride()[:3], beta.stride()[:2]
-    launches.kernel(_walks_kernel, 2 * sequences * HV * (V_PAD // BLOCK_V))(
-        v,
-        d_out,
-        beta,
-        x.qs,
-        x.ks,
-        x.p,
-        x.fades,
-        x.u,
-        x.w,
-        cu_seqlens,
-        initial_state,
-        a["d_final_state"],
-        n,
-        r,
-        states,
-        state_grads,
-        d_initial,
-        T,
-        sequences,
-        (*v.stride()[:3], *o_by, *b_by, *steps(a["state_layout"], K, V)),
-        BLOCK_V=BLOCK_V,
-        STAGES=2,
-        INITIAL=initial_state is not None,
-        FINAL=a["d_final_state"] is not None,
-        C=x.constants,
-        num_warps=4,
-    )
+    by = steps(a["state_layout"], K, V)
+    if kda_walks.supports(q, v, d_out):
+        kda_walks.launch(
+            x,
+            v,
+            d_out,
+            cu_seqlens,
+            initial_state,
+            a["d_final_state"],
+            n,
+            r,
+            states,
+            state_grads,
+            d_initial,
+            *by,
+        )
+    else:
+        launches.kernel(_walks_kernel, 2 * sequences * HV * (V_PAD // BLOCK_V))(
+            v,
+            d_out,
+            beta,
+            x.qs,
+            x.ks,
+            x.p,
+            x.fades,
+            x.u,
+            x.w,
+            cu_seqlens,
+            initial_state,
+            a["d_final_state"],
+            n,
+            r,
+            states,
+            state_grads,
+            d_initial,
+            T,
+            sequences,
+            (*v.stride()[:3], *o_by, *b_by, *by),
+            BLOCK_V=BLOCK_V,
+            STAGES=2,
+            INITIAL=initial_state is not None,
+            FINAL=a["d_final_state"] is not None,
+            C=x.constants,
+            num_warps=4,
+        )
     if programs > 0:
         launches.kernel(_inputs_kernel, x.count * H * (K_PAD // BLOCK_K))(
             q,

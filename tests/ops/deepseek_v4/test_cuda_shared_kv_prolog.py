@@ -31,7 +31,7 @@ KERNELS = {
     "npu_hc_pre_grad": ["_mix", "_inner", "_streams", "_weights"],
     "npu_hc_post": ["_blend"],
     "npu_hc_post_grad": ["_backward"],
-    "npu_hc_post_pre": ["_mix", "_gates"],
+    "npu_hc_post_pre": ["_blend", "_mix", "_gates"],
     "npu_sharedkv_prolog_pto": ["_product", "_tokens", "_product", "_heads"],
     "npu_grouped_o_proj_pto": ["_turned", "_product", "_product"],
     "npu_sparse_attention_v4_pto": [

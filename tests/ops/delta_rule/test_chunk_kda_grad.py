@@ -102,6 +102,10 @@ CASES = [
     Case((), state=None),
     Case((70, 3), H=1, gate=BOUNDED, K=16, V=16, fading=0.1, behind=2, rates=1),
     Case((66,), packed=False, H=1, K=16, V=16, rates=2),
+    Case((130, 130), packed=False, K=128, V=128),
+    Case((64, 1, 0, 63, 100), K=128, V=128, before=2, behind=70, gate=BOUNDED),
+    Case((70, 3), H=1, HV=1, K=128, V=128, state=None, gate=GIVEN, norm=False, fading=0.02),
+    Case((129,), H=1, HV=1, K=128, V=128, fading=30.0, rates=2, layout="vk", strided=True),
 ]
 
 
@@ -156,9 +160,10 @@ def assert_sum_of_tokens(
     assert error <= allowed, f"d_{name} is off by {error:.3g}, allowed {allowed:.3g}"
 
 
+@pytest.mark.parametrize("K,V", [(32, 16), (128, 128)])
 @pytest.mark.parametrize("name", EXTREMES)
-def test_extreme_decays(name, device, backend):
-    case = Case((130,), packed=False, gate=GIVEN, K=32, V=16)
+def test_extreme_decays(name, K, V, device, backend):
+    case = Case((130,), packed=False, gate=GIVEN, K=K, V=V)
     drawn = case.arguments()
     decay = EXTREMES[name](torch.arange(130))[None, :, None, None]
     drawn["g"] = decay.expand(drawn["g"].shape).contiguous()
@@ -167,7 +172,7 @@ def test_extreme_decays(name, device, backend):
     RULE.assert_near(case, drawn, device, 2**-8)
 
 
-@pytest.mark.parametrize("size", [64, 48])
+@pytest.mark.parametrize("size", [64, 48, 128])
 def test_keys_alike(size, device, backend):
     """No decay, full rate, keys that are nearly one: in powers of the chunk's triangle what
     cancels is 1e17 times as large as its inverse."""
@@ -177,6 +182,7 @@ def test_keys_alike(size, device, backend):
 
 def test_equal_runs_give_equal_gradients(device, backend):
     RULE.assert_equal_runs(Case((130, 70), H=2, HV=4), device)
+    RULE.assert_equal_runs(Case((130, 70), K=128, V=128), device)
 
 
 @pytest.mark.parametrize("odd,meant", ODD_BOUNDS)
