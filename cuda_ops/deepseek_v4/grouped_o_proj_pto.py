@@ -48,7 +48,7 @@ from ..prolog.stages import run_sum
 from ..runtime import launches
 
 BLOCK = 1024  # numbers that a program of _added takes
-HEADS = 32  # that one of _last takes
+ROWS = 32  # heads of tokens that a program of _last takes
 WORKING = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -217,7 +217,7 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
     attn_out, w_o_a, weight_format = a["attn_out"], a["w_o_a"], a["weight_format"]
     front, dtype = attn_out.shape[:2], attn_out.dtype
     hidden, ranks = (nz.columns_of(w, weight_format) for w in (a["w_o_b"], w_o_a))
-    if front.numel() == 0:
+    if front.numel() == 0 or hidden == 0:
         return memory.empty((*front, hidden), dtype, attn_out.device)
     sin, cos, scale = a["rope_sin"], a["rope_cos"], a["dequant_scale_w_o_a"]
     if scale is None:
@@ -334,7 +334,7 @@ def _last_turned(attn_out: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
     rows, rotary = batch * steps * heads, sin.shape[-1]
     out = memory.empty((batch * steps, heads * rotary), attn_out.dtype, attn_out.device)
     chained = gpu.has_chained_launch(attn_out.device)
-    launches.kernel(_last, cdiv(rows, HEADS))(
+    launches.kernel(_last, cdiv(rows, ROWS))(
         attn_out,
         sin,
         cos,
@@ -343,7 +343,7 @@ def _last_turned(attn_out: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
         HEADS=heads,
         D=size,
         DR=rotary,
-        BLOCK=HEADS,
+        BLOCK=ROWS,
         CHAINED=chained,
         num_warps=4,
         launch_pdl=chained,

@@ -34,6 +34,8 @@ MEANT = {
     ("cuda_ops/sparse_attention/hopper/mla_consumers.py", "zero", "tile"),
     ("cuda_ops/prolog/hopper/quantised_matmul.py", "B1", "B2"),
     ("cuda_ops/indexer/hopper/topk.py", "drawn", "x"),
+    ("cuda_ops/indexer/hopper/topk_of_short_rows.py", "drawn", "x"),
+    ("cuda_ops/indexer/hopper/topk_of_short_rows.py", "length", "hi"),  # the last part's end
     ("cuda_ops/prolog/stages.py", "D", "WIDTH"),
     # without caches nothing is read of these
     ("cuda_ops/deepseek_v4/compressor.py", "bounds", "table"),

@@ -30,6 +30,25 @@ RAGGED = dict(disguises=[], layouts=("BSND", "BSND"), spare=0, mode=0)
 
 # what python -m tests.fuzz has found
 FOUND = [
+    # a weight without columns: programs were divided by their number
+    (
+        "illegal",
+        dict(
+            op="npu_grouped_o_proj_pto",
+            seed=648409413,
+            dtype="float16",
+            disguises=[],
+            b=1,
+            s=1,
+            n=1,
+            d=16,
+            dr=0,
+            groups=1,
+            quant=0,
+            places=588072829,
+            spoiling=588072832,
+        ),
+    ),
     # no rotary channels: a part without elements has the address 0, which a plan took for an offset
     (
         "legal",

@@ -294,8 +294,8 @@ def launch(
     tokens, depth = x.shape[0], x.shape[1] // groups
     chunks = run // tiling.k
     described = [
-        describe_weight(weight, form, depth, columns, tiling.columns, tiling.k, groups)
-        for weight, columns in zip(weights, sizes, strict=True)
+        describe_weight(weight, form, depth, n, tiling.columns, tiling.k, groups)
+        for weight, n in zip(weights, sizes, strict=True)
     ]
     launches.kernel(_product, grid, out.shape[0], groups)(
         *describe_x(x, turned, tiling.tokens, tiling.k),

@@ -255,25 +255,25 @@ def _tile_of(form: int) -> tuple[int, int]:
     return (256, 128) if form == NZ else (128, 256)
 
 
-def _tiles(tokens: int, columns: int, groups: int, form: int) -> int:
+def _tiles(tokens: int, n: int, groups: int, form: int) -> int:
     rows, width = _tile_of(form)
-    return groups * cdiv(tokens, rows) * cdiv(columns, width)
+    return groups * cdiv(tokens, rows) * cdiv(n, width)
 
 
-def supports(x: Tensor, columns: int, groups: int, form: int) -> bool:
+def supports(x: Tensor, n: int, groups: int, form: int) -> bool:
     """Of what nz_matmul supports: a tile for nearly every multiprocessor, and rows that TMA can
     store."""
     tokens, depth = x.shape[0], x.shape[1] // groups
-    fills = 10 * _tiles(tokens, columns, groups, form) >= 9 * gpu.num_sms(x.device)
-    whole = depth % STEP == 0 and columns % _tile_of(form)[1] == 0
-    return tokens > 256 and fills and columns % 8 == 0 and (groups == 1 or whole)
+    fills = 10 * _tiles(tokens, n, groups, form) >= 9 * gpu.num_sms(x.device)
+    whole = depth % STEP == 0 and n % _tile_of(form)[1] == 0
+    return tokens > 256 and fills and n % 8 == 0 and (groups == 1 or whole)
 
 
 def launch(
     x: Tensor,
     weight: Tensor,
     form: int,
-    columns: int,
+    n: int,
     out: Tensor,
     *,
     first: bool,
@@ -285,15 +285,15 @@ def launch(
     """out [T, groups N] = x [T, groups K] times the weights, as nz_matmul.launch."""
     tokens, depth = x.shape[0], x.shape[1] // groups
     rows, width = _tile_of(form)
-    tiles = _tiles(tokens, columns, groups, form)
+    tiles = _tiles(tokens, n, groups, form)
     launches.kernel(_product, min(tiles, gpu.num_sms(x.device)))(
         *describe_x(x, turned, rows, STEP),
-        describe_weight(weight, form, depth, columns, width, STEP, groups),
-        describe_matrix(out, tokens, groups * columns, [rows // 2, width // CUT]),
+        describe_weight(weight, form, depth, n, width, STEP, groups),
+        describe_matrix(out, tokens, groups * n, [rows // 2, width // CUT]),
         tokens,
         tiles,
         K=depth,
-        N=columns,
+        N=n,
         SIZE=size,
         BLOCK_T=rows,
         BLOCK_N=width,
