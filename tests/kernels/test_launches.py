@@ -807,8 +807,8 @@ def test_another_length_compiles_nothing_anew(shape, variants):
     for _ in range(50):
         which = shape(random)
         direct(which.op, which.make(torch.device("cpu"), 0))
-    # the layer has several products, and top-k another kernel where a sample is not whole tiles; one
-    # of short rows holds the whole sample, 1024 or 2048 scores here
+    # the layer has several products, and top-k another kernel where a sample is not whole tiles;
+    # the kernel of short rows holds the sample whole, 1024 or 2048 scores here
     most = dict(_product=2, _collect=4, _topk=2)
     assert variants
     assert not {x: len(keys) for x, keys in variants.items() if len(keys) > most.get(x, 1)}
