@@ -151,7 +151,6 @@ ROOMS = (
     "absorption",
     "chunks",
     "fused_gemm",
-    "kda",
     "mla_consumers",
     "mla_parts",
     "packed_rows",

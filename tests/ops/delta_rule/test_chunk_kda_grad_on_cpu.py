@@ -18,7 +18,7 @@ if INTERPRETED:
 
 from custom.cuda_ops.common.hopper import tma
 from custom.cuda_ops.delta_rule import chunk_kda
-from custom.cuda_ops.delta_rule.hopper import kda, kda_walks
+from custom.cuda_ops.delta_rule.hopper import kda_walks
 
 from ...support.gluon_on_cpu import stand_in
 
@@ -28,7 +28,7 @@ ERROR = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 @pytest.fixture
 def here(monkeypatch):
-    stand_in(monkeypatch, kda_walks, kda, tma)
+    stand_in(monkeypatch, kda_walks, tma)
 
 
 @pytest.mark.parametrize("states", [True, False])
