@@ -121,10 +121,12 @@ class Ending(NamedTuple):
     KIND: int
 
 
-class Start(NamedTuple):
-    """How a step is cut and begins: PARTS programs a request, BLOCK_L states read at once, and as
-    handover.follow says."""
+class Step(NamedTuple):
+    """A step's constants, how it is cut (PARTS programs a request, BLOCK_L states read at once) and
+    how it begins, as handover.follow says."""
 
+    OF: Constants
+    END: Ending
     PARTS: int
     BLOCK_L: int
     CHAINED: bool
@@ -577,13 +579,13 @@ def _step(
     page,
     eps,
     strides,
-    C: tl.constexpr,
-    E: tl.constexpr,
     S: tl.constexpr,
 ):
     """A request, or one of S.PARTS blocks of its channels: the entry that its tokens close, and
     their states, which take the places of history that is read before.  Whoever is the last of a
     request ends its entry."""
+    C: tl.constexpr = S.OF
+    E: tl.constexpr = S.END
     run_stride, row_stride, state_page, angle_row, values_page, scales_page, channels_page = strides
     of = Requests(bounds, used, starts, table, tokens, requests, table_stride, columns, pages, page)
     to = Entries(
@@ -1132,9 +1134,15 @@ def steps(*calls: Arguments, ends: bool = False) -> list[Tensor]:
                 angle_row,
                 *(0 if part is None else part.stride(0) for part in stores),
             ),
-            C=constants,
-            E=made.end,
-            S=Start(parts, block, chained, number > 0, number == 0 and len(calls) > 1),
+            S=Step(
+                constants,
+                made.end,
+                parts,
+                block,
+                chained,
+                number > 0,
+                number == 0 and len(calls) > 1,
+            ),
             num_warps=warps,
             launch_pdl=chained,
         )

@@ -51,14 +51,8 @@ def _product(
     tokens,
     K: tl.constexpr,
     RUN: tl.constexpr,
-    N0: tl.constexpr,
-    N1: tl.constexpr,
-    N2: tl.constexpr,
-    N3: tl.constexpr,
-    NZ0: tl.constexpr,
-    NZ1: tl.constexpr,
-    NZ2: tl.constexpr,
-    NZ3: tl.constexpr,
+    N: tl.constexpr,
+    IS_NZ: tl.constexpr,
     C0: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -72,6 +66,10 @@ def _product(
     FIRST: tl.constexpr,
     LATE: tl.constexpr,
 ):
+    N0: tl.constexpr = N[0]
+    N1: tl.constexpr = N[1]
+    N2: tl.constexpr = N[2]
+    N3: tl.constexpr = N[3]
     B0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     B1: tl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
     B2: tl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
@@ -87,32 +85,32 @@ def _product(
 
     # which weight: its first block, size, place in the sum, and strides
     w, size, begin, base = w0, N0, 0, 0
-    panel = K * C0 if NZ0 else C0
-    row = C0 if NZ0 else N0
+    panel = K * C0 if IS_NZ[0] else C0
+    row = C0 if IS_NZ[0] else N0
     if N1 > 0:
         at1 = block >= B0
         w = tl.where(at1, w1, w)
         size = tl.where(at1, N1, size)
         begin = tl.where(at1, B0, begin)
         base = tl.where(at1, N0, base)
-        panel = tl.where(at1, K * C0 if NZ1 else C0, panel)
-        row = tl.where(at1, C0 if NZ1 else N1, row)
+        panel = tl.where(at1, K * C0 if IS_NZ[1] else C0, panel)
+        row = tl.where(at1, C0 if IS_NZ[1] else N1, row)
     if N2 > 0:
         at2 = block >= B1
         w = tl.where(at2, w2, w)
         size = tl.where(at2, N2, size)
         begin = tl.where(at2, B1, begin)
         base = tl.where(at2, N0 + N1, base)
-        panel = tl.where(at2, K * C0 if NZ2 else C0, panel)
-        row = tl.where(at2, C0 if NZ2 else N2, row)
+        panel = tl.where(at2, K * C0 if IS_NZ[2] else C0, panel)
+        row = tl.where(at2, C0 if IS_NZ[2] else N2, row)
     if N3 > 0:
         at3 = block >= B2
         w = tl.where(at3, w3, w)
         size = tl.where(at3, N3, size)
         begin = tl.where(at3, B2, begin)
         base = tl.where(at3, N0 + N1 + N2, base)
-        panel = tl.where(at3, K * C0 if NZ3 else C0, panel)
-        row = tl.where(at3, C0 if NZ3 else N3, row)
+        panel = tl.where(at3, K * C0 if IS_NZ[3] else C0, panel)
+        row = tl.where(at3, C0 if IS_NZ[3] else N3, row)
 
     column = (block - begin) * BLOCK_N
     lo = run * RUN
@@ -270,14 +268,8 @@ def product(
         tokens,
         K=depth,
         RUN=run,
-        N0=sizes[0],
-        N1=sizes[1],
-        N2=sizes[2],
-        N3=sizes[3],
-        NZ0=formats[0],
-        NZ1=formats[1],
-        NZ2=formats[2],
-        NZ3=formats[3],
+        N=tuple(sizes),
+        IS_NZ=tuple(formats),
         C0=1 if linear else nz.columns(x.dtype),
         BLOCK_T=config.tokens,
         BLOCK_N=config.columns,

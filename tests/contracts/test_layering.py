@@ -428,14 +428,5 @@ def test_barriers_are_forgotten():
                 assert sorted(gone.findall(kernel)) == sorted(made), (file.name, made)
 
 
-# they are due to take named tuples
-WIDE = {
-    "cuda_ops/deepseek_v4/compressor: _step": 32,
-    "cuda_ops/prolog/nz_matmul: _product": 32,
-    "cuda_ops/prolog/hopper/nz_matmul: _product": 31,
-}
-
-
-def test_no_other_kernel_has_more_than_thirty_parameters():
-    wide = {each.where: each.parameters for each in functions() if each.jitted}
-    assert {where: count for where, count in wide.items() if count > 30} == WIDE
+def test_no_kernel_has_more_than_thirty_parameters():
+    assert not [each.where for each in functions() if each.jitted and each.parameters > 30]

@@ -127,10 +127,7 @@ def _product(
     numbers,
     K: gl.constexpr,
     RUN: gl.constexpr,
-    N0: gl.constexpr,
-    N1: gl.constexpr,
-    N2: gl.constexpr,
-    N3: gl.constexpr,
+    N: gl.constexpr,
     BLOCK_T: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -144,6 +141,10 @@ def _product(
     INTERLEAVED: gl.constexpr,
     FORM: gl.constexpr,
 ):
+    N0: gl.constexpr = N[0]
+    N1: gl.constexpr = N[1]
+    N2: gl.constexpr = N[2]
+    N3: gl.constexpr = N[3]
     B0: gl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     B1: gl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
     B2: gl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
@@ -309,10 +310,7 @@ def launch(
         0 if zeroed is None else zeroed.numel(),
         K=depth,
         RUN=run,
-        N0=sizes[0],
-        N1=sizes[1],
-        N2=sizes[2],
-        N3=sizes[3],
+        N=tuple(sizes),
         BLOCK_T=tiling.tokens,
         BLOCK_N=tiling.columns,
         BLOCK_K=tiling.k,
