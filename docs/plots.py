@@ -29,7 +29,10 @@ NAMES = {
     "fla": "fla-core",
     "cudnn": "cuDNN",
     "flash": "FlashAttention-2",
+    "flash_attn_3": "FA3",
+    "flash_attn_4": "FlashAttention-4",
     "flash_mla": "FlashMLA fp8",
+    "flash_mla_sparse": "FlashMLA bf16",
     "deep_gemm + topk": "DeepGEMM + topk",
 }
 # rows of the README's figure: DeepSeek-V3.2's own shapes, and dense attention beside FA3

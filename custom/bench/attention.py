@@ -19,6 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from .case import Arguments, Case, Draw, Outputs
+from .peers import (
+    flash_attention_3,
+    flash_attention_3_backward,
+    flash_attention_4,
+    flash_attention_4_backward,
+)
 
 BF16 = 2
 Call = Callable[[], Any]
@@ -180,9 +186,18 @@ def case(
         peers = {
             "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
             "flash": _sdpa(SDPBackend.FLASH_ATTENTION),
+            "flash_attn_3": flash_attention_3,
+            "flash_attn_4": flash_attention_4,
         }
-    elif not deterministic:
-        peers = {"cudnn": _cudnn_backward, "flash": _flash_backward}
+    elif deterministic:
+        peers = {"flash_attn_3": flash_attention_3_backward}
+    else:
+        peers = {
+            "cudnn": _cudnn_backward,
+            "flash": _flash_backward,
+            "flash_attn_3": flash_attention_3_backward,
+            "flash_attn_4": flash_attention_4_backward,
+        }
     return Case(
         op,
         label,

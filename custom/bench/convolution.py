@@ -6,7 +6,6 @@ taps."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,14 +13,11 @@ from typing import Any
 import torch
 
 from .case import Arguments, Case, Draw, Outputs
+from .peers import installed
 
 BF16, FP32 = 2, 4
 D, W = 8192, 4
 Call = Callable[[], Any]
-
-
-def _missing(package: str, arguments: Arguments) -> bool:
-    return importlib.util.find_spec(package) is None or arguments["x"].device.type != "cuda"
 
 
 def prefill_case(t: int, sequences: int = 1, d: int = D) -> Case:
@@ -59,7 +55,7 @@ def prefill_case(t: int, sequences: int = 1, d: int = D) -> Case:
 
 def _dao(arguments: Arguments) -> Call | None:
     """One sequence; the package has no prefix sums with states."""
-    if _missing("causal_conv1d", arguments) or arguments["initial_states"].shape[0] > 1:
+    if not installed("causal_conv1d", arguments["x"]) or arguments["initial_states"].shape[0] > 1:
         return None
     from causal_conv1d import causal_conv1d_fn  # type: ignore[import-not-found]
 
@@ -71,7 +67,7 @@ def _dao(arguments: Arguments) -> Call | None:
 
 
 def _fla(arguments: Arguments) -> Call | None:
-    if _missing("fla", arguments):
+    if not installed("fla", arguments["x"]):
         return None
     from fla.modules.convolution import causal_conv1d  # type: ignore[import-not-found]
 
@@ -124,7 +120,7 @@ def _leaves(arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _dao_grad(arguments: Arguments) -> Call | None:
     """Its backward alone, through autograd's graph."""
-    if _missing("causal_conv1d", arguments):
+    if not installed("causal_conv1d", arguments["x"]):
         return None
     from causal_conv1d import causal_conv1d_fn
 
@@ -137,7 +133,7 @@ def _dao_grad(arguments: Arguments) -> Call | None:
 def _fla_grad(arguments: Arguments) -> Call | None:
     """Its backward by itself: through autograd it would run on the stream of the forward, which no
     graph that is captured on another one takes."""
-    if _missing("fla", arguments):
+    if not installed("fla", arguments["x"]):
         return None
     from fla.modules.convolution import causal_conv1d_bwd
 
@@ -182,7 +178,7 @@ def update_case(b: int, s: int = 1, d: int = D) -> Case:
 
 
 def _dao_update(arguments: Arguments) -> Call | None:
-    if _missing("causal_conv1d", arguments) or "num_accepted_tokens" in arguments:
+    if not installed("causal_conv1d", arguments["x"]) or "num_accepted_tokens" in arguments:
         return None
     from causal_conv1d import causal_conv1d_update
 
@@ -285,7 +281,7 @@ def norm_grad_case(t: int, heads: int = 32, size: int = 128) -> Case:
 
 
 def _fla_norm(arguments: Arguments) -> Call | None:
-    if _missing("fla", arguments):
+    if not installed("fla", arguments["x"]):
         return None
     from fla.modules.fused_norm_gate import (  # type: ignore[import-not-found]
         rms_norm_gated,

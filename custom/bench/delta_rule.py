@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from unittest import mock
 import torch
 
 from .case import Arguments, Case, Draw, Outputs
+from .peers import cudnn_kda, installed
 
 BF16, FP32 = 2, 4
 N, NV, D = 16, 32, 128
@@ -28,10 +28,6 @@ class Costs(TypedDict):
     flops: float
     shape: dict[str, int]
     reference: bool
-
-
-def _fla_runs(tensor: torch.Tensor) -> bool:
-    return importlib.util.find_spec("fla") is not None and tensor.device.type == "cuda"
 
 
 def _of_chunks(t: int, heads: int, vectors: int, states: int, products: tuple[int, int]) -> Costs:
@@ -87,7 +83,7 @@ def decode_case(b: int, t: int, layout: str, dtype: torch.dtype = torch.float32)
 
 def _fla_decode(arguments: Arguments) -> Callable[[], Any] | None:
     """fla-core's recurrence; it writes a new float32 state and takes the gates computed."""
-    if not _fla_runs(arguments["q"]):
+    if not installed("fla", arguments["q"]):
         return None
     from fla.ops.gated_delta_rule import (  # type: ignore[import-not-found]
         fused_recurrent_gated_delta_rule,
@@ -173,7 +169,7 @@ def chunk_grad_case(t: int) -> Case:
 
 
 def _fla_chunk(arguments: Arguments) -> Callable[[], Any] | None:
-    if not _fla_runs(arguments["query"]):
+    if not installed("fla", arguments["query"]):
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -199,7 +195,7 @@ def _fla_chunk(arguments: Arguments) -> Callable[[], Any] | None:
 
 def _fla_chunk_grad(arguments: Arguments) -> Callable[[], Any] | None:
     """fla-core's backward alone, on what its forward keeps for it."""
-    if not _fla_runs(arguments["query"]):
+    if not installed("fla", arguments["query"]):
         return None
     from fla.ops.gated_delta_rule.chunk import (  # type: ignore[import-not-found]
         chunk_gated_delta_rule_bwd,
@@ -296,7 +292,7 @@ def kda_case(t: int, lower_bound: float | None = None) -> Case:
         f"{t} tokens" + ("" if lower_bound is None else ", bounded"),
         make,
         part,
-        peers={"fla": _fla_kda},
+        peers={"fla": _fla_kda, "cudnn": cudnn_kda},
         **_of_chunks(t, KDA, 5 * KDA, 2, (4, 3)),  # as without a decay
     )
 
@@ -336,7 +332,7 @@ def kda_grad_case(t: int, lower_bound: float | None = None) -> Case:
 
 
 def _fla_kda(arguments: Arguments) -> Callable[[], Any] | None:
-    if not _fla_runs(arguments["q"]):
+    if not installed("fla", arguments["q"]):
         return None
     from fla.ops.kda import chunk_kda  # type: ignore[import-not-found]
 
@@ -352,7 +348,7 @@ def _fla_kda(arguments: Arguments) -> Callable[[], Any] | None:
 
 def _fla_kda_grad(arguments: Arguments) -> Callable[[], Any] | None:
     """fla-core's backward alone, on what its forward keeps for it."""
-    if not _fla_runs(arguments["q"]):
+    if not installed("fla", arguments["q"]):
         return None
     from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd  # type: ignore[import-not-found]
     from fla.ops.kda.chunk_bwd import chunk_kda_bwd  # type: ignore[import-not-found]

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from . import in_torch
 from .case import Arguments, Case, Draw
+from .peers import installed
 from .sparse_attention import BF16, DR, R, first_requests
 
 P = 64  # FlashMLA's page
@@ -87,10 +88,6 @@ def _options(n: int) -> Arguments:
     )
 
 
-def _installed(package: str, arguments: Arguments) -> bool:
-    return importlib.util.find_spec(package) is not None and arguments["query"].is_cuda
-
-
 def _rows(arguments: Arguments) -> torch.Tensor:
     """Latents with their rotary parts, as they lie in memory."""
     key = arguments["key"]
@@ -100,7 +97,7 @@ def _rows(arguments: Arguments) -> torch.Tensor:
 
 
 def _flash_mla(arguments: Arguments) -> Callable[[], Any] | None:
-    if not _installed("flash_mla", arguments):
+    if not installed("flash_mla", arguments["query"]):
         return None
     import flash_mla
 
@@ -124,7 +121,7 @@ def _flash_mla(arguments: Arguments) -> Callable[[], Any] | None:
 
 
 def _flash_attention_3(arguments: Arguments) -> Callable[[], Any] | None:
-    if not _installed("vllm", arguments):
+    if not installed("vllm", arguments["query"]):
         return None
     flash_attn_varlen_func = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from ..dispatch.common import quantised
 from ..quantised import quantize_index_query
 from .case import Arguments, Case, Draw, Outputs
+from .peers import installed
 from .sparse_attention import (
     BATCHES,
     BF16,
@@ -32,11 +32,6 @@ from .sparse_attention import (
 
 P = 64  # the page of DeepGEMM and FlashMLA
 _ops = torch.ops.custom
-
-
-def _installed(package: str, arguments: Arguments) -> bool:
-    there = importlib.util.find_spec(package) is not None
-    return there and next(iter(arguments.values())).device.type == "cuda"
 
 
 # ---------------------------------------------------------------------------------------- indexer
@@ -114,7 +109,7 @@ def _indexer_on_bf16(arguments: Arguments) -> Callable[[], Any]:
 
 
 def _deep_gemm(arguments: Arguments, context: int) -> Callable[[], Any] | None:
-    if not _installed("deep_gemm", arguments):
+    if not installed("deep_gemm", arguments["query"]):
         return None
     import deep_gemm
 
@@ -237,7 +232,7 @@ def _attention_on_bf16(arguments: Arguments, kind: str) -> Callable[[], Any]:
 
 
 def _flash_mla(arguments: Arguments) -> Callable[[], Any] | None:
-    if not _installed("flash_mla", arguments):
+    if not installed("flash_mla", arguments["query"]):
         return None
     import flash_mla
 

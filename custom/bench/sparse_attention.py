@@ -14,6 +14,7 @@ import torch
 from ..dispatch.common.nz import to_nz
 from . import in_torch
 from .case import Arguments, Case, Draw, Outputs
+from .peers import flash_mla_sparse
 
 R, DR, DI, P = 512, 64, 128, 128
 BF16 = 2  # bytes
@@ -125,7 +126,9 @@ def attention_case(
         bytes=rows * read * (R + dr) * BF16 + rows * n * (2 * R + dr) * BF16,
         flops=2.0 * rows * n * read * (2 * R + dr),
         shape=dict(b=b, s=s, n=n, context=context, k=k),
-        peers=in_torch.peers(in_torch.sparse_attention) if model.block == 1 else {},
+        peers=in_torch.peers(in_torch.sparse_attention) | {"flash_mla_sparse": flash_mla_sparse}
+        if model.block == 1
+        else {},
     )
 
 
@@ -158,7 +161,8 @@ def prefill_case(s: int, n: int, context: int, k: int = 2048, model: Model = DEE
         bytes=float(context * (R + DR) * BF16 + s * n * (2 * R + DR) * BF16),
         flops=2.0 * s * n * k * (2 * R + DR),
         shape=dict(b=1, s=s, n=n, context=context, k=k),
-        peers=in_torch.peers(in_torch.sparse_attention, compiled=False),
+        peers=in_torch.peers(in_torch.sparse_attention, compiled=False)
+        | {"flash_mla_sparse": flash_mla_sparse},
     )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """Rows for the gradients of sparse attention, of the indexer, and of the indexer's KL loss, over
-dense keys at DeepSeek-V3.2's sizes; no peer is installed that has them."""
+dense keys at DeepSeek-V3.2's sizes, beside cuDNN front end's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .case import Arguments, Case, Draw, Outputs
+from .peers import cudnn_attention_grad, cudnn_indexer_grad, cudnn_loss_grad
 from .sparse_attention import BF16, DEEPSEEK, DI, DR, R
 
 FLOAT, INT = 4, 4  # bytes
@@ -82,6 +83,7 @@ def attention_case(s: int, n: int, context: int, k: int = 2048) -> Case:
         bytes=float(BF16 * moved + s * (INT * k + 2 * FLOAT * n)),
         flops=2.0 * s * n * k * (5 * R + 3 * DR),
         shape=dict(s=s, n=n, context=context, k=k),
+        peers={"cudnn": cudnn_attention_grad},
         reference=False,
     )
 
@@ -108,6 +110,7 @@ def indexer_case(s: int, context: int, k: int = 2048) -> Case:
         bytes=float(2 * BF16 * (s * ni * (DI + 1) + context * DI) + s * k * (BF16 + INT)),
         flops=6.0 * s * k * ni * DI,
         shape=dict(s=s, context=context, k=k),
+        peers={"cudnn": cudnn_indexer_grad},
         reference=False,
     )
 
@@ -138,6 +141,7 @@ def loss_case(s: int, n: int, context: int, k: int = 2048) -> Case:
         bytes=float(BF16 * moved + s * (INT * k + 2 * FLOAT * n)),
         flops=2.0 * s * k * (n * (R + DR) + 3 * ni * DI),
         shape=dict(s=s, n=n, context=context, k=k),
+        peers={"cudnn": cudnn_loss_grad},
         reference=False,
     )
 
