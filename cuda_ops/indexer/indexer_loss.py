@@ -14,8 +14,8 @@ within a warp; the second takes the sum over heads, with keys as its rows for th
 given `softmax_lse` saves the first.  _loss_kernel normalises a row and takes its loss.
 
     condition                                        kernels
-    Hopper, 65 to 128 heads, D above 256, aligned    _slots_kernel then hopper/indexer_loss.py then
-      rows                                           _loss_kernel
+    Hopper, up to 128 heads (64 and fewer: with      _slots_kernel then hopper/indexer_loss.py then
+      their lse), D above 256, aligned rows          _loss_kernel
     else                                             _target_kernel then _loss_kernel
 """
 

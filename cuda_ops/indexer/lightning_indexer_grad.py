@@ -28,6 +28,8 @@ from ..common.selection import selected
 from ..runtime import launches
 from . import lightning_indexer
 
+KEYS, WARPS = 32, 4
+
 
 @triton.jit(
     do_not_specialize=["tokens", "requests", "max_kv_len", "entries", "table_stride", "pages"]
@@ -159,9 +161,9 @@ def backward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
                 D=dim,
                 BLOCK_H=h_tile,
                 BLOCK_D=d_tile,
-                BLOCK_N=32,
+                BLOCK_N=KEYS,
                 MODE=mode,
-                num_warps=4,
+                num_warps=WARPS,
             )
 
     scatter.run(launch, [d_key])

@@ -9,8 +9,10 @@
 _scores_kernel gathers each row's keys once, for the target and the scores; _loss_kernel turns a
 row into its loss and d; lightning_indexer_grad.py takes d down to the indexer's inputs.
 
-    condition    kernels
-    any          _scores_kernel then _loss_kernel then lightning_indexer_grad.py
+    condition                                kernels, then _loss_kernel, lightning_indexer_grad.py
+    Hopper, up to 128 heads, D above 256,    _rows_kernel then hopper/indexer_loss.py then
+      aligned rows, contiguous keys            _index_scores_kernel
+    else                                     _scores_kernel
 """
 
 from __future__ import annotations
@@ -38,11 +40,13 @@ from ..common.loss import (
     shared_bytes,
     softmax_of_scores,
 )
-from ..common.selection import selected
+from ..common.selection import selected, slot_of
 from ..runtime import launches
 from . import lightning_indexer_grad
+from .hopper import indexer_loss as hopper
 
 EPS = 1e-10
+INDEX_KEYS, INDEX_STAGES, INDEX_WARPS = 128, 3, 4  # of a program that makes scores alone
 
 
 class Constants(NamedTuple):
@@ -73,6 +77,28 @@ def _part(base, at, valid, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
     if SIZE != PAD:
         mask = mask & (columns < SIZE)[None, :]
     return tl.load(base + at[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _found(ki, qi, weight, is_index, C: tl.constexpr):
+    """The indexer's scores of a tile of keys."""
+    s = tl.dot(ki, qi.T)
+    s = tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+    if C.NI != C.INDEX_HEADS:
+        s = tl.where(is_index[None, :], s, 0.0)
+    return tl.sum(s, 1)
+
+
+@triton.jit
+def _lse(peaks, totals, sinks, row, h, is_head, C: tl.constexpr):
+    """In base 2; infinite for heads that are not there, or saw nothing: they add nothing."""
+    peak = tl.load(peaks + row * C.N + h, mask=is_head, other=0.0).to(tl.float32)
+    total = tl.load(totals + row * C.N + h, mask=is_head, other=1.0).to(tl.float32)
+    if C.HAS_SINK:
+        sink = tl.load(sinks + h, mask=is_head, other=0.0).to(tl.float32)
+        total += tl.exp(sink - peak)
+    lse = peak * LOG2E + tl.log2(total)
+    return tl.where(is_head & (lse != float("-inf")), lse, float("inf"))
 
 
 @triton.jit(
@@ -144,14 +170,7 @@ def _scores_kernel(
             q1 = _part(query + row * q_row + C.D0, h * q_head, is_head, c1, C.D1, C.P1)
         if C.DR > 0:
             qr = _part(query_rope + row * qr_row, h * qr_head, is_head, cr, C.DR, C.PR)
-        peak = tl.load(peaks + row * C.N + h, mask=is_head, other=0.0).to(tl.float32)
-        total = tl.load(totals + row * C.N + h, mask=is_head, other=1.0).to(tl.float32)
-        if C.HAS_SINK:
-            sink = tl.load(sinks + h, mask=is_head, other=0.0).to(tl.float32)
-            total += tl.exp(sink - peak)
-        lse = peak * LOG2E + tl.log2(total)
-        # heads that are not there, and those that saw nothing, add nothing
-        lse = tl.where(is_head & (lse != float("-inf")), lse, float("inf"))
+        lse = _lse(peaks, totals, sinks, row, h, is_head, C)
         for at in tl.range(0, end, C.BLOCK_N, num_stages=C.STAGES):
             entry = at + tl.arange(0, C.BLOCK_N)
             outer, inner, valid = selected(
@@ -177,11 +196,7 @@ def _scores_kernel(
             tl.store(target + to, mass, mask=mask)
             if first == 0:
                 ki = _part(key_index, outer * ki_o + inner * ki_i, valid, ci, C.DI, C.PI)
-                s = tl.dot(ki, qi.T)
-                s = tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
-                if C.NI != C.INDEX_HEADS:
-                    s = tl.where(is_index[None, :], s, 0.0)
-                found = tl.sum(s, 1)
+                found = _found(ki, qi, weight, is_index, C)
                 # absent slots are told apart by their score in the second kernel
                 tl.store(score + to, tl.where(valid, found, float("-inf")), mask=mask)
     # a row that sees nothing
@@ -189,6 +204,79 @@ def _scores_kernel(
         entry = at + tl.arange(0, C.BLOCK_N)
         absent = tl.full([C.BLOCK_N], float("-inf"), tl.float32)
         tl.store(score + row * entries + entry, absent, mask=entry < entries)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "requests", "max_kv_len", "entries", "table_stride", "pages"]
+)
+def _rows_kernel(
+    indices,
+    peaks,
+    totals,
+    sinks,
+    slots,
+    ends,
+    lse,
+    seqlens_q,
+    seqlens_k,
+    table,
+    tokens,
+    requests,
+    max_kv_len,
+    table_stride,
+    pages,
+    entries,
+    index_row,
+    LAYOUT: tl.constexpr,
+    C: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """A row as hopper/indexer_loss.py takes it: where its keys lie, -1 for none, the end of those
+    that count, and its heads' log-sum-exp."""
+    of = rows.Requests(
+        seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
+    )
+    row = tl.program_id(0).to(tl.int64)
+    request, start, kv_len = rows.locate(row, of, LAYOUT)
+    entry = tl.arange(0, ENTRIES)
+    outer, inner, valid = selected(
+        entry, entries, indices + row * index_row, kv_len, request, start, of, 1, LAYOUT
+    )
+    slot = slot_of(outer, inner, valid, max_kv_len, LAYOUT)
+    tl.store(slots + row * entries + entry, slot, mask=entry < entries)
+    tl.store(ends + row, tl.max(tl.where(valid, entry + 1, 0), 0))
+    h = tl.arange(0, C.HEADS)
+    of_heads = _lse(peaks, totals, sinks, row, h, h < C.N, C)
+    tl.store(lse + row * C.N + h, of_heads / LOG2E, mask=h < C.N)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _index_scores_kernel(
+    query_index,
+    key_index,
+    weights,
+    slots,
+    score,
+    entries,
+    qi_row,
+    qi_head,
+    w_row,
+    ki_row,
+    C: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    ci = tl.arange(0, C.PI)
+    n = tl.arange(0, C.INDEX_HEADS).to(tl.int64)
+    is_index = n < C.NI
+    qi = _part(query_index + row * qi_row, n * qi_head, is_index, ci, C.DI, C.PI)
+    weight = tl.load(weights + row * w_row + n, mask=is_index, other=0.0).to(tl.float32)
+    for at in tl.range(0, entries, C.BLOCK_N, num_stages=C.STAGES):
+        entry = at + tl.arange(0, C.BLOCK_N)
+        slot = tl.load(slots + row * entries + entry, mask=entry < entries, other=-1)
+        valid = slot >= 0
+        ki = _part(key_index, slot.to(tl.int64) * ki_row, valid, ci, C.DI, C.PI)
+        found = tl.where(valid, _found(ki, qi, weight, is_index, C), float("-inf"))
+        tl.store(score + row * entries + entry, found, mask=entry < entries)
 
 
 @triton.jit(do_not_specialize=["entries"])
@@ -263,57 +351,101 @@ def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     D0, D1 = parts(D)
     tile = tiles(N, pieces(D, DR), NI, DI, device)
     assert tile is not None
+    constants = Constants(
+        N=N,
+        D0=D0,
+        D1=D1,
+        DR=DR,
+        NI=NI,
+        DI=DI,
+        P0=padded(D0),
+        P1=padded(D1),
+        PR=padded(DR),
+        PI=padded(DI),
+        HEADS=tile.heads,
+        INDEX_HEADS=padded(NI),
+        BLOCK_N=tile.keys,
+        HAS_SINK=a["sinks"] is not None,
+        STAGES=tile.stages,
+    )
+    statistics = a["softmax_max"], a["softmax_sum"], a["sinks"]
     if plan.rows == 0 or entries == 0 or key.numel() == 0:
         loss.zero_()
         score.zero_()
     else:
-        launches.kernel(_scores_kernel, plan.rows)(
-            q,
-            key,
-            qr,
-            key_rope,
-            qi,
-            key_index,
-            w,
-            index,
-            a["softmax_max"],
-            a["softmax_sum"],
-            a["sinks"],
-            target,
-            score,
-            scale_log2=a["scale_value"] * LOG2E.value,
-            entries=entries,
-            strides=(
-                *q.stride()[:2],
-                *((0, 0) if qr is None else qr.stride()[:2]),
+        of_keys = [x for x in (key, key_rope, key_index) if x is not None]
+        lse = memory.empty((1, plan.rows, N), torch.float32, device)
+        given = None
+        if all(x.is_contiguous() for x in of_keys):
+            # one batch of all rows, whose keys lie one behind the other
+            given = (
+                q.transpose(0, 1)[None],
+                key.flatten(0, -2)[None],
+                None if qr is None else qr.transpose(0, 1)[None],
+                None if key_rope is None else key_rope.flatten(0, -2)[None],
+            )
+        if given and hopper.supports(*given, lse):
+            slots = memory.empty((1, plan.rows, entries), torch.int32, device)
+            ends = memory.empty((1, plan.rows), torch.int32, device)
+            launches.kernel(_rows_kernel, plan.rows)(
+                index,
+                *statistics,
+                slots,
+                ends,
+                lse,
+                entries=entries,
+                index_row=index.stride(0),
+                **plan.arguments,
+                LAYOUT=plan.layout,
+                C=constants._replace(HEADS=padded(N)),
+                ENTRIES=padded(entries),
+                num_warps=4,
+            )
+            of_heads, scale = lse.transpose(1, 2), a["scale_value"]
+            hopper.launch(*given, slots, ends, of_heads, target.zero_()[None], scale)
+            launches.kernel(_index_scores_kernel, plan.rows)(
+                qi,
+                key_index,
+                w,
+                slots,
+                score,
+                entries,
                 *qi.stride()[:2],
                 w.stride(0),
-                index.stride(0),
-                *rows.strides(layout, key),
-                *((0, 0) if key_rope is None else rows.strides(layout, key_rope)),
-                *rows.strides(layout, key_index),
-            ),
-            **plan.arguments,
-            LAYOUT=plan.layout,
-            C=Constants(
-                N=N,
-                D0=D0,
-                D1=D1,
-                DR=DR,
-                NI=NI,
-                DI=DI,
-                P0=padded(D0),
-                P1=padded(D1),
-                PR=padded(DR),
-                PI=padded(DI),
-                HEADS=tile.heads,
-                INDEX_HEADS=padded(NI),
-                BLOCK_N=tile.keys,
-                HAS_SINK=a["sinks"] is not None,
-                STAGES=tile.stages,
-            ),
-            num_warps=tile.warps,
-        )
+                DI,
+                C=constants._replace(BLOCK_N=INDEX_KEYS, STAGES=INDEX_STAGES),
+                num_warps=INDEX_WARPS,
+            )
+        else:
+            launches.kernel(_scores_kernel, plan.rows)(
+                q,
+                key,
+                qr,
+                key_rope,
+                qi,
+                key_index,
+                w,
+                index,
+                *statistics,
+                target,
+                score,
+                scale_log2=a["scale_value"] * LOG2E.value,
+                entries=entries,
+                strides=(
+                    *q.stride()[:2],
+                    *((0, 0) if qr is None else qr.stride()[:2]),
+                    *qi.stride()[:2],
+                    w.stride(0),
+                    index.stride(0),
+                    *rows.strides(layout, key),
+                    *((0, 0) if key_rope is None else rows.strides(layout, key_rope)),
+                    *rows.strides(layout, key_index),
+                ),
+                **plan.arguments,
+                LAYOUT=plan.layout,
+                C=constants,
+                num_warps=tile.warps,
+            )
         launches.kernel(_loss_kernel, plan.rows)(
             target, score, loss, entries, EPS, ENTRIES=padded(entries), num_warps=4
         )

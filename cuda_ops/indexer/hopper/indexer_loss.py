@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The target of indexer_loss.py for 65 to 128 heads and wide keys, on a Hopper GPU.
+"""The target of indexer_loss.py for wide keys, on a Hopper GPU.
 
 The queries of a row fill 147 KB of shared memory (128 heads of 576), which leaves room for one
 tile of 64 keys.  So the tile is a ring of pieces 64 columns wide: a piece is asked for again, for
-the next tile, as soon as both consumers have multiplied it.
+the next tile, as soon as both consumers have multiplied it.  Up to 64 heads leave room for two
+tiles: each consumer has its own, and takes every other tile of the keys.
 
-    warps 0-3, 4-7    64 heads each: scores of a tile, piece by piece, then their statistics
+    warps 0-3, 4-7    scores of a tile, piece by piece, then their statistics; of 64 heads each, or
+                      (SPLIT) of all heads and half of the keys
     warps 8-11        gather
 
 Each consumer adds its heads' share of the target to zeros: two addends, whose order is no matter.
@@ -49,12 +51,14 @@ def _gather(
     ring,
     bars,
     PIECES: gl.constexpr,
+    TILES: gl.constexpr,
     ROPE_FROM: gl.constexpr,
     PASSES: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    first = 0  # the tile's first piece
     phase = 1
     for _ in range(PASSES):
         slot = gl.load(slots + row, mask=row < end, other=-1)
@@ -66,13 +70,17 @@ def _gather(
             ahead = n + 64 + row
             slot = gl.load(slots + ahead, mask=ahead < end, other=-1)
             for c in gl.static_range(PIECES):
-                mbarrier.wait(bars.index(PIECES + c), phase)
+                mbarrier.wait(bars.index(TILES * PIECES + first + c), phase)
                 if c < ROPE_FROM:
-                    cp_async(ring.index(c), key_at + c * 64, mask=valid)
+                    cp_async(ring.index(first + c), key_at + c * 64, mask=valid)
                 else:
-                    cp_async(ring.index(c), rope_at + (c - ROPE_FROM) * 64, mask=valid)
-                async_copy.mbarrier_arrive(bars.index(c), increment_count=False)
-            phase = phase ^ 1
+                    cp_async(ring.index(first + c), rope_at + (c - ROPE_FROM) * 64, mask=valid)
+                async_copy.mbarrier_arrive(bars.index(first + c), increment_count=False)
+            if TILES == 2:
+                phase = phase ^ (first // PIECES)
+                first = PIECES - first
+            else:
+                phase = phase ^ 1
     async_copy.wait_group(0)
 
 
@@ -84,25 +92,38 @@ def _release(bars, which: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q, ring, bars, phase, zero, GROUP: gl.constexpr, PIECES: gl.constexpr, S: gl.constexpr):
+def _scores(
+    q,
+    ring,
+    bars,
+    phase,
+    zero,
+    GROUP: gl.constexpr,
+    PIECES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    S: gl.constexpr,
+):
     """[64 heads, 64 keys]; `zero` is 0, but not to the compiler, which would else make all
     descriptors ahead of the loop and spill them."""
+    FIRST: gl.constexpr = GROUP * PIECES if SPLIT else 0  # of the ring
+    HEADS: gl.constexpr = 0 if SPLIT else GROUP * PIECES
+    FREE: gl.constexpr = FIRST + (2 * PIECES if SPLIT else PIECES)
     s = gl.zeros([64, 64], gl.float32, layout=S)
     for c in gl.static_range(PIECES):
-        mbarrier.wait(bars.index(c), phase)
+        mbarrier.wait(bars.index(FIRST + c), phase)
         fence_async_shared()
         s = warpgroup_mma(
-            q.index(GROUP * PIECES + c + zero),
-            ring.index(c + zero).permute((1, 0)),
+            q.index(HEADS + c + zero),
+            ring.index(FIRST + c + zero).permute((1, 0)),
             s,
             use_acc=c > 0,
             is_async=True,
         )
         if c > 0:
             s = warpgroup_mma_wait(1, deps=[s])
-            _release(bars, PIECES + c - 1)
+            _release(bars, FREE + c - 1)
     s = warpgroup_mma_wait(0, deps=[s])
-    _release(bars, 2 * PIECES - 1)
+    _release(bars, FREE + PIECES - 1)
     return s
 
 
@@ -121,13 +142,17 @@ def _consume(
     N: gl.constexpr,
     PIECES: gl.constexpr,
     HAS_LSE: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     column = gl.arange(0, 64, layout=LINE)
-    head = GROUP * 64 + gl.arange(0, 64, layout=ROW)
-    mbarrier.wait(bars.index(2 * PIECES), 0)
+    FIRST_HEAD: gl.constexpr = 0 if SPLIT else GROUP * 64
+    BEGIN: gl.constexpr = GROUP * 64 if SPLIT else 0
+    STEP: gl.constexpr = 128 if SPLIT else 64
+    head = FIRST_HEAD + gl.arange(0, 64, layout=ROW)
+    mbarrier.wait(bars.index(4 * PIECES if SPLIT else 2 * PIECES), 0)
     phase = 0
     if HAS_LSE:
         of_head = lse + head.to(gl.int64) * lse_head
@@ -137,7 +162,7 @@ def _consume(
         row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
         for n in range(0, end, 64):
             slot = gl.load(slots + n + column, mask=n + column < end, other=-1)
-            s = _scores(q, ring, bars, phase, n >> 30, GROUP, PIECES, S)
+            s = _scores(q, ring, bars, phase, n >> 30, GROUP, PIECES, False, S)
             valid = gl.convert_layout(slot, gl.SliceLayout(0, S)) >= 0
             s = gl.where(valid[None, :], s * scale_log2, float("-inf"))
             new_max = gl.maximum(row_max, gl.max(s, 1))
@@ -150,11 +175,11 @@ def _consume(
     row_lse = gl.where(row_lse == float("-inf"), 0.0, row_lse)
     # heads that are not there add nothing
     row_lse = gl.where(head < N, row_lse, float("inf"))
-    for n in range(0, end, 64):
+    for n in range(BEGIN, end, STEP):
         slot = gl.load(slots + n + column, mask=n + column < end, other=-1)
-        s = _scores(q, ring, bars, phase, n >> 30, GROUP, PIECES, S)
+        s = _scores(q, ring, bars, phase, n >> 30, GROUP, PIECES, SPLIT, S)
         p = gl.exp2(s * scale_log2 - row_lse[:, None])
-        if GROUP * 64 + 64 > N:
+        if FIRST_HEAD + 64 > N:
             # the zeros of heads that are not there, times an infinite key, are NaN
             p = gl.where((head < N)[:, None], p, 0.0)
         mass = gl.convert_layout(gl.sum(p, 0), LINE)
@@ -192,6 +217,7 @@ def _targets(
     PIECES: gl.constexpr,
     ROPE_FROM: gl.constexpr,
     HAS_LSE: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):
     """slots [rows, K] int32, -1 where absent, of which the first `ends` [rows] are visited."""
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -200,20 +226,23 @@ def _targets(
     batch = (gl.program_id(0) // S).to(gl.int64)
     # late rows see most keys: they start first
     row = (S - 1 - gl.program_id(0) % S).to(gl.int64)
-    q = gl.allocate_shared_memory(dtype, [2 * PIECES, 64, 64], SWIZZLED)
-    ring = gl.allocate_shared_memory(dtype, [PIECES, 64, 64], SWIZZLED)
+    GROUPS: gl.constexpr = 1 if SPLIT else 2  # of heads
+    TILES: gl.constexpr = 2 if SPLIT else 1  # of keys
+    RING: gl.constexpr = TILES * PIECES
+    q = gl.allocate_shared_memory(dtype, [GROUPS * PIECES, 64, 64], SWIZZLED)
+    ring = gl.allocate_shared_memory(dtype, [RING, 64, 64], SWIZZLED)
     # a piece has arrived, a piece is free, and the queries are there
-    bars = gl.allocate_shared_memory(gl.int64, [2 * PIECES + 1, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(PIECES):
+    bars = gl.allocate_shared_memory(gl.int64, [2 * RING + 1, 1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(RING):
         mbarrier.init(bars.index(c), count=128)
-        mbarrier.init(bars.index(PIECES + c), count=2)
-    mbarrier.init(bars.index(2 * PIECES), count=128)
+        mbarrier.init(bars.index(RING + c), count=GROUPS)
+    mbarrier.init(bars.index(2 * RING), count=128)
     barrier()
     h = gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
     d = gl.arange(0, 64, layout=gl.SliceLayout(0, LOAD))
     query += batch * q_batch + row * q_row
     query_rope += batch * qr_batch + row * qr_row
-    for group in gl.static_range(2):
+    for group in gl.static_range(GROUPS):
         head = (group * 64 + h).to(gl.int64)
         mask = (head < N)[:, None]
         at = (query + head * q_head)[:, None] + d[None, :]
@@ -223,7 +252,7 @@ def _targets(
                 cp_async(q.index(group * PIECES + c), at + c * 64, mask=mask)
             else:
                 cp_async(q.index(group * PIECES + c), rope_at + (c - ROPE_FROM) * 64, mask=mask)
-    async_copy.mbarrier_arrive(bars.index(2 * PIECES), increment_count=False)
+    async_copy.mbarrier_arrive(bars.index(2 * RING), increment_count=False)
     end = gl.load(ends + batch * S + row)
     slots += (batch * S + row) * K
     target += (batch * S + row) * K
@@ -249,6 +278,7 @@ def _targets(
                     N,
                     PIECES,
                     HAS_LSE,
+                    SPLIT,
                 ),
             ),
             (
@@ -267,6 +297,7 @@ def _targets(
                     N,
                     PIECES,
                     HAS_LSE,
+                    SPLIT,
                 ),
             ),
             (
@@ -281,6 +312,7 @@ def _targets(
                     ring,
                     bars,
                     PIECES,
+                    TILES,
                     ROPE_FROM,
                     1 if HAS_LSE else 2,
                 ),
@@ -298,11 +330,11 @@ def supports(
     key_rope: Tensor | None,
     softmax_lse: Tensor | None,
 ) -> bool:
-    """65 to 128 heads, wide keys, and rows of whole 16-byte units."""
+    """Up to 128 heads (64 and fewer with their lse), wide keys, and rows of whole 16-byte units."""
     given = [x for x in (query, key, query_rope, key_rope) if x is not None]
     D, DR = query.shape[-1], 0 if query_rope is None else query_rope.shape[-1]
     return (
-        64 < query.shape[1] <= 128
+        (64 if softmax_lse is None else 0) < query.shape[1] <= 128
         and 256 < D + DR <= LARGEST_D
         and D % 64 == DR % 64 == 0
         and all(x.data_ptr() % 16 == 0 for x in given)
@@ -349,5 +381,6 @@ def launch(
         PIECES=(D + DR) // 64,
         ROPE_FROM=D // 64,
         HAS_LSE=softmax_lse is not None,
+        SPLIT=N <= 64,
         num_warps=4,
     )

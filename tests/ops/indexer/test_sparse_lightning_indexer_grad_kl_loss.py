@@ -77,6 +77,10 @@ CASES = [
     Case(2, 7, 20, 16, 64, 8, 32, 16, Dr=16),
     Case(2, 6, 12, 3, 48, 5, 16, 9, sparse_mode=0, lengths=True),
     Case(2, 6, 7, 4, 32, 2, 64, 11, Dr=16, lengths=True, sinks=True),
+    # wide keys: one tile and a part of each consumer, two and a part
+    Case(2, 5, 160, 96, 512, 4, 32, 150, Dr=64, lengths=True, sinks=True),
+    Case(1, 4, 300, 64, 512, 8, 64, 280, Dr=64),
+    Case(1, 3, 90, 16, 512, 4, 32, 70, Dr=64, sparse_mode=0, sinks=True),
 ]
 
 
