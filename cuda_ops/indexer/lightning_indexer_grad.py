@@ -28,8 +28,6 @@ from ..common.selection import selected
 from ..runtime import launches
 from . import lightning_indexer
 
-KEYS, WARPS = 32, 4
-
 
 @triton.jit(
     do_not_specialize=["tokens", "requests", "max_kv_len", "entries", "table_stride", "pages"]
@@ -161,9 +159,10 @@ def backward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
                 D=dim,
                 BLOCK_H=h_tile,
                 BLOCK_D=d_tile,
-                BLOCK_N=KEYS,
+                # wider tiles of queries leave no registers for the gradients of 64 keys
+                BLOCK_N=64 if h_tile * d_tile <= 64 * 128 else 32,
                 MODE=mode,
-                num_warps=WARPS,
+                num_warps=4,
             )
 
     scatter.run(launch, [d_key])
