@@ -26,9 +26,10 @@ both for every chunk in the dtype of q: 2 (T / 64 + sequences) HV K V numbers.  
 the order of programs: equal runs give equal gradients.
 
     condition                               kernels
-    on Hopper, K = V = 128, H = HV, v,      chunk_kda.py then hopper/kda_walks.py then
-      d_out in rows of whole 16 bytes;      _inputs_kernel then _norms_kernel,
-      the last two as below                 _sums_kernel
+    Hopper, K = V = 128, H = HV, v and      chunk_kda.py then hopper/kda_walks.py then
+      d_out in rows of whole 16 bytes       hopper/chunk_kda_grad.py
+    the same, and A_log or dt_bias          chunk_kda.py then hopper/kda_walks.py then
+                                            hopper/chunk_kda_grad.py then _sums_kernel
     norm in kernel, and A_log or dt_bias    chunk_kda.py then _walks_kernel then _inputs_kernel
                                             then _norms_kernel then _sums_kernel
     norm in kernel                          chunk_kda.py then _walks_kernel then _inputs_kernel
@@ -64,6 +65,7 @@ from ..common.kda import (
 )
 from ..runtime import launches
 from .chunk_kda import chunks, unsupported
+from .hopper import chunk_kda_grad as hopper
 from .hopper import kda_walks
 
 __all__ = ["backward", "unsupported"]
@@ -553,8 +555,9 @@ def backward(
         memory.empty((programs if used else 0, K_PAD), wide, device) for used in (A, bias)
     )
     o_by, b_by = d_out.stride()[:3], beta.stride()[:2]
+    fast = hopper.supports(q, k, v, g, beta, d_out)
     by = steps(a["state_layout"], K, V)
-    if kda_walks.supports(q, v, d_out):
+    if fast:
         kda_walks.launch(
             x,
             v,
@@ -598,7 +601,29 @@ def backward(
             C=x.constants,
             num_warps=4,
         )
-    if programs > 0:
+    if fast:
+        hopper.launch(
+            x,
+            q,
+            k,
+            g,
+            beta,
+            d_out,
+            A_log,
+            dt_bias,
+            cu_seqlens,
+            n,
+            r,
+            states,
+            state_grads,
+            *grads[:5],
+            A_parts,
+            bias_parts,
+            scale,
+            lower_bound,
+            _REACH[half],
+        )
+    elif programs > 0:
         launches.kernel(_inputs_kernel, x.count * H * (K_PAD // BLOCK_K))(
             q,
             k,

@@ -151,6 +151,7 @@ ROOMS = (
     "absorption",
     "chunks",
     "fused_gemm",
+    "kda",
     "mla_consumers",
     "mla_parts",
     "packed_rows",

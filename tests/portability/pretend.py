@@ -35,7 +35,7 @@ from triton.runtime import jit
 from triton.runtime.jit import JITCallable, KernelInterface
 
 from .gpus import GPUS, HOME
-from .sass import disassembled, wrong_descriptors
+from .sass import disassembled, late_constants, wrong_descriptors
 
 
 def guard() -> Path:
@@ -155,8 +155,12 @@ def facts(binary) -> dict[str, Any]:
     if "ttg.warp_specialize" not in binary.asm["ttgir"] and made != gone:
         raise RuntimeError(f"of {made} barriers in shared memory it invalidates {gone}")
     units = [unit for unit in ("wgmma", "tcgen05", "mma.sync") if unit in ptx]
-    if "wgmma" in units and (wrong := wrong_descriptors(disassembled(binary.asm["cubin"]))):
-        raise RuntimeError(f"ptxas takes a wrong register for a descriptor of wgmma: {wrong[0]}")
+    if "wgmma" in units:
+        sass = disassembled(binary.asm["cubin"])
+        if wrong := wrong_descriptors(sass):
+            raise RuntimeError(f"ptxas takes a wrong register for a wgmma descriptor: {wrong[0]}")
+        if late := late_constants(sass):
+            raise RuntimeError(f"ptxas moves a constant behind a wgmma that reads it: {late[0]}")
     return dict(
         unit=units[0] if units else "",
         shared=binary.metadata.shared,

@@ -11,6 +11,7 @@ or written before what leaves it was.
 from __future__ import annotations
 
 import contextvars
+import functools
 import itertools
 import math
 import threading
@@ -30,6 +31,8 @@ class Block(torch.Tensor):
 
     __iadd__ = torch.Tensor.__add__  # a value never changes
     __isub__ = torch.Tensor.__sub__
+    __iand__ = torch.Tensor.__and__
+    __ior__ = torch.Tensor.__or__
     numel = property(lambda self: self.nelement())
     type = SimpleNamespace(layout=None)
 
@@ -403,6 +406,11 @@ def _range(*ends):
     return (_block(i).int() for i in found) if any(map(torch.is_tensor, ends)) else found
 
 
+def _moved(assembly, constraints, arguments, dtype, is_pure, pack):
+    assert assembly.startswith("mov.b32 $0, $1;")
+    return _block(arguments[0])
+
+
 class _Constant(float):
     """Of launchers, which ask for its value, and of kernels, which do not."""
 
@@ -489,6 +497,11 @@ def stand_in(monkeypatch, *modules, at=None):
         max=torch.amax,
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
         exp2=torch.exp2,
+        abs=torch.abs,
+        broadcast=lambda a, b: torch.broadcast_tensors(a, b),
+        gather=lambda x, at, axis: torch.gather(x, axis, at.long()),
+        reduce=lambda x, axis, combine: functools.reduce(combine, x.unbind(axis)),
+        inline_asm_elementwise=_moved,
     )
     gl.program_id = lambda axis: Program.now.get().place[axis]
     gl.warp_specialize = gl.barriers.warp_specialize

@@ -19,7 +19,7 @@ from ..portability.cases import cases
 from ..portability.gpus import GPUS, TRITONS, WHOLE
 from ..portability.pretend import bare, drawn
 from ..portability.report import table
-from ..portability.sass import wrong_descriptors
+from ..portability.sass import late_constants, wrong_descriptors
 
 FITS = dict(kernel="hopper.a.b", unit="wgmma", shared=200 * 1024, tensor=0)
 PLAIN = dict(kernel="a.c", unit="mma.sync", shared=1, tensor=0)
@@ -141,3 +141,19 @@ def test_a_descriptor_with_another_base_is_wrong(base, wrong, word):
 def test_sums_of_addresses_are_no_descriptors():
     lines = ("ULDC.64 UR6, c[0x0][0x260]", "UIADD3.X UR9, UR7, -0x1, URZ, UP0, !UPT")
     assert not wrong_descriptors("\n".join(f"        /*0000*/    {x} ;" for x in lines))
+
+
+@pytest.mark.parametrize("constant", ["MOV R129, 0x3c003c00", "IMAD.MOV.U32 R131, RZ, RZ, RZ"])
+def test_a_constant_comes_too_late_behind_the_product_that_reads_it(constant):
+    """What ptxas 12.8 made of two products of KDA's gradient with one left operand."""
+    product = "HGMMA.64x32x16.F32 R40, R128, gdesc[UR8], R40"
+    waited = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+
+    def late(*lines):
+        return late_constants("\n".join(f"        /*0000*/    {x} ;" for x in lines))
+
+    assert late(product, constant, product) == [constant]
+    assert not late(constant, product, product)
+    assert not late(product, waited, constant, product)
+    assert not late(product, constant.replace("R1", "R2"), product)
+    assert not late(product, constant, product.replace("R128", "R64"))

@@ -20,13 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...common import gpu
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from ...common.hopper.tma import aligned, at, describe, describe_matrix, describe_row
+from ...common.hopper.tma import aligned, at, describe_matrix, describe_row
 from ...runtime import launches
 from .chunks import CHUNK
+from .kda import pieces, rows_of
 
 _STAGES = 2
 
@@ -46,26 +46,6 @@ class Walk(NamedTuple):
     to_x: Any
     full: Any
     empty: Any
-
-
-@gluon.jit
-def _later(a, b):
-    return gl.maximum(a, b)
-
-
-@gluon.jit
-def _pieces(bounds, T, sequences, PIECES: gl.constexpr):
-    """As in lengths.py: by piece its number, first token and end."""
-    LIST: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    s = gl.arange(0, PIECES, layout=LIST)
-    # before they are cast: what does not fit 32 bits wraps
-    begin = gl.load(bounds + s - 1, mask=(s > 0) & (s <= sequences + 1), other=0)
-    end = gl.load(bounds + s, mask=s <= sequences, other=0)
-    begin = gl.minimum(gl.maximum(begin, 0), T).to(gl.int32)
-    end = gl.minimum(gl.maximum(end, 0), T).to(gl.int32)
-    begin = gl.associative_scan(begin, 0, _later)
-    end = gl.associative_scan(end, 0, _later)
-    return s, gl.where(s > sequences + 1, T, begin), gl.where(s > sequences, T, end)
 
 
 @gluon.jit
@@ -370,7 +350,7 @@ def _walks(
     length = T
     batch = sequence
     if C.VARLEN:
-        s, begin, end = _pieces(bounds, T, sequences, C.PIECES)
+        s, begin, end = pieces(bounds, T, sequences, C.PIECES)
         mine = s == sequence + 1
         start = gl.sum(gl.where(mine, begin, 0), 0)
         length = gl.sum(gl.where(mine, end - begin, 0), 0)
@@ -452,11 +432,6 @@ def _walks(
     )
 
 
-def _rows_of(x: Tensor, varlen: bool, width: int) -> TensorDescriptor:
-    """Blocks of 64 rows of a head of [B, T, H, D]."""
-    return describe(x[0] if varlen else x.transpose(1, 2), CHUNK, width, varlen)
-
-
 def supports(q: Tensor, v: Tensor, d_out: Tensor) -> bool:
     """What the kernels here take: as many heads of keys as of values, of 128 channels, and v and
     d_out in rows of whole 16-byte units."""
@@ -498,7 +473,7 @@ def launch(
     C = x.constants
     rows = x.count * C.HV * CHUNK
     launches.kernel(_walks, 4 * x.sequences * C.HV)(
-        *(_rows_of(y, C.VARLEN, CHUNK) for y in (v, d_out)),
+        *(rows_of(y, C.VARLEN, CHUNK) for y in (v, d_out)),
         *(describe_matrix(y, rows, 128, [CHUNK, 128]) for y in (x.qs, x.ks, x.w)),
         *(describe_matrix(y, rows, CHUNK, [CHUNK, CHUNK]) for y in (x.u, x.p)),
         describe_row(x.fades, 128),

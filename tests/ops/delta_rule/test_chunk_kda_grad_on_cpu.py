@@ -16,11 +16,13 @@ pytest.importorskip("triton")
 if INTERPRETED:
     pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
 
+from custom.cuda_ops.common import kda as pairs
 from custom.cuda_ops.common.hopper import tma
 from custom.cuda_ops.delta_rule import chunk_kda
-from custom.cuda_ops.delta_rule.hopper import kda_walks
+from custom.cuda_ops.delta_rule.hopper import chunk_kda_grad, kda, kda_walks
 
 from ...support.gluon_on_cpu import stand_in
+from ...support.kda import EXTREMES
 
 D, SIDE = 128, 64
 ERROR = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -28,7 +30,8 @@ ERROR = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 @pytest.fixture
 def here(monkeypatch):
-    stand_in(monkeypatch, kda_walks, tma)
+    stand_in(monkeypatch, kda_walks, chunk_kda_grad, kda, pairs, tma)
+    monkeypatch.setattr(pairs, "_SIMULATED", True)
 
 
 @pytest.mark.parametrize("states", [True, False])
@@ -77,7 +80,88 @@ def test_walks(bounds, dtype, states, here):
                 near(d_initial[sequence, hv], grad, dtype)
 
 
-def chunks_of(count, HV, sequences, varlen, dtype):
+REACH = {torch.bfloat16: 60.0, torch.float16: 4.0}
+DECAYS = {
+    "slow": lambda t: torch.full_like(t, -0.01, dtype=torch.float64),
+    # beyond the reach of float16 alone
+    "fast": lambda t: torch.full_like(t, -1.0, dtype=torch.float64),
+    **{name: EXTREMES[name] for name in ("one in 16", "minus infinity")},
+}
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("bounds", [None, [3, 3, 73]])
+def test_inputs(bounds, dtype, decay, here):
+    T, HV = 80, 2
+    pieces = [(0, T)] if bounds is None else list(pairwise(bounds))
+    before = 0 if bounds is None else -(-bounds[0] // SIDE)
+    chunks = [-(-(end - start) // SIDE) for start, end in pieces]
+    count = before + sum(chunks) + (bounds is not None)
+    norm = bounds is None
+    x = chunks_of(count, HV, len(pieces), bounds is not None, dtype, norm)
+    q, k, v, d_out = torch.randn(4, 1, T, HV, D).to(dtype)
+    if not norm:
+        q, k = (torch.nn.functional.normalize(y.float(), dim=-1).to(dtype) for y in (q, k))
+    g = DECAYS[decay](torch.arange(T))[None, :, None, None].expand(1, T, HV, D).float()
+    # some parts of the channels within the reach alone, and in others some channels
+    g = g.clone()
+    g[..., ::4] = g[..., :32] = -0.01
+    beta = torch.rand(1, T, HV).to(dtype)
+    n, r, states, grads = (
+        torch.randn(count * HV, SIDE * (1 + i // 2), D).to(dtype) for i in range(4)
+    )
+    cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    for sequence, (start, end) in enumerate(pieces):
+        last = before + sum(chunks[: sequence + 1])
+        if left := (end - start) % SIDE:
+            for tile in (n, r):
+                tile[(last - 1) * HV : last * HV, left:] = 0
+    got = [torch.full_like(y, torch.nan) for y in (q, k, v, g, beta)]
+    none = torch.empty(0, D)
+    chunk_kda_grad.launch(
+        x, q, k, g, beta, d_out, None, None, cu, n, r, states, grads, *got, none, none,
+        D**-0.5, None, REACH[dtype],
+    )  # fmt: skip
+    want = [torch.zeros_like(y, dtype=torch.float64) for y in got]
+    for sequence, (start, end) in enumerate(pieces):
+        for c in range(chunks[sequence]):
+            a, b = start + c * SIDE, min(end, start + (c + 1) * SIDE)
+            for hv in range(HV):
+                at = (before + sum(chunks[:sequence]) + c) * HV + hv
+                given = [y[0, a:b, hv].double() for y in (q, k, g, beta, d_out)]
+                made = [y[at].double() for y in (n[:, : b - a], r[:, : b - a], states, grads)]
+                for one, found in zip(want, gradients(*given, *made, norm), strict=True):
+                    one[0, a:b, hv] = found
+    for one, found in zip(got, want, strict=True):
+        near(one, found, dtype)
+
+
+def gradients(q, k, g, beta, d_out, n, r, state, grad, norm):
+    """Of a chunk and a head, with the letters of chunk_kda_grad."""
+    if norm:
+        lengths = [(y.square().sum(1, keepdim=True) + 1e-6).sqrt() for y in (q, k)]
+        q, k = q / lengths[0], k / lengths[1]
+    total, scale = g.clamp(min=-1e3).cumsum(0), D**-0.5
+    fading = (total[:, None] - total[None, :]).clamp(max=0).exp()
+    z = (scale * d_out @ n.T * beta).tril()[..., None] * fading
+    m = (-beta[:, None] * r @ n.T * beta).tril(-1)[..., None] * fading
+    by_q = scale * total.exp() * (d_out @ state) + (z * k).sum(1)
+    later = -total.exp() * beta[:, None] * (r @ state) + (m * k).sum(1)
+    ahead = (total[-1] - total).exp() * (beta[:, None] * n @ grad)
+    end = (ahead * k).sum(0) + total[-1].exp() * (state * grad).sum(0)
+    earlier = ahead + (z * q[:, None] + m * k[:, None]).sum(0)
+    by_g = (q * by_q + k * (later - earlier)).flip(0).cumsum(0).flip(0) + end
+    by_k = later + earlier
+    if norm:
+        by_q, by_k = (
+            (y - x * (x * y).sum(1, keepdim=True)) / length
+            for x, y, length in zip((q, k), (by_q, by_k), lengths, strict=True)
+        )
+    return by_q, by_k, beta[:, None] * r, by_g, (r * n).sum(1)
+
+
+def chunks_of(count, HV, sequences, varlen, dtype, norm=False):
     """What _chunks_kernel leaves, or might."""
     many = count * HV
     qs, ks, kg = (torch.randn(3, many, SIDE, D) / 16).to(dtype)
@@ -85,7 +169,7 @@ def chunks_of(count, HV, sequences, varlen, dtype):
     fades, rates = torch.rand(many, D), torch.rand(many, SIDE)
     constants = chunk_kda.Constants(
         H=HV, HV=HV, K=D, V=D, K_PAD=D, V_PAD=D, PIECES=16, VARLEN=varlen,
-        NORM=False, GATE=0, A=False, BIAS=False, BETA=0,
+        NORM=norm, GATE=0, A=False, BIAS=False, BETA=0,
     )  # fmt: skip
     return chunk_kda.Chunks(
         qs=qs, ks=ks, p=p, fades=fades, u=t, w=kg, rates=rates,
