@@ -3,8 +3,8 @@
 """Gradients of fused attention on Hopper (Gluon): one pass over the scores for all three.
 
 A program owns a tile of 128 keys, keeps grad_k and grad_v in registers and walks over the queries
-that see it, in blocks of 64, of heads up to 64 of 128; grad_q goes by fp32 additions in memory to a buffer that a last kernel scales and
-rounds.
+that see it, in blocks of 64, of heads up to 64 of 128; grad_q goes by fp32 additions in memory to a
+buffer that a last kernel scales and rounds.
 
 To be deterministic, tiles of keys add to a block of queries in turn, the last keys first: of a
 causal call those come to it first.  A program takes the next number as it begins, and waits for
