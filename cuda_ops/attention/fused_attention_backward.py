@@ -55,7 +55,7 @@ from .hopper import fused_attention_backward as hopper
 
 @triton.jit(
     do_not_specialize=[
-        "tiles", "n_q", "heads", "padded",
+        "scale", "tiles", "n_q", "heads", "padded",
         "l_batch", "l_head", "l_row", "gl_batch", "gl_head", "gl_row",
     ]
 )  # fmt: skip
@@ -69,6 +69,7 @@ def _statistics_kernel(
     sums,
     turns,
     plan,
+    scale,
     tiles,
     n_q,
     heads,
@@ -87,10 +88,12 @@ def _statistics_kernel(
     TURNS: tl.constexpr,
     GRAD_LSE: tl.constexpr,
     VARLEN: tl.constexpr,
+    STARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """delta, and lse in base 2 with +inf for a row that saw nothing (so that its P is 0), of whole
-    blocks of BLOCK_M queries.  Clears SUMS numbers a row where grad_q will be summed, and the
+    blocks of BLOCK_M queries; STARTS: what sums of products begin at instead, -delta, and -lse /
+    scale with -inf for such a row.  Clears SUMS numbers a row where grad_q will be summed, and the
     turns."""
     o_batch, o_head, o_row = o_strides
     g_batch, g_head, g_row = g_strides
@@ -119,7 +122,11 @@ def _statistics_kernel(
         total -= tl.load(grad_lse + at, keep, 0.0)
     at = batch * l_batch + head * l_head + (first + row) * l_row
     value = tl.load(lse + at, keep, float("-inf"))
-    value = tl.where(value == float("-inf"), float("inf"), value * LOG2E)
+    if STARTS:
+        value = tl.where(value == float("-inf"), float("-inf"), -value / scale)
+        total = -total
+    else:
+        value = tl.where(value == float("-inf"), float("inf"), value * LOG2E)
     out = (batch * heads + head) * padded + padded_first(first, piece) + row
     tl.store(lse2 + out, value)
     tl.store(delta + out, total)
@@ -626,6 +633,8 @@ def backward(**a: Unpack[Arguments]) -> tuple[torch.Tensor, torch.Tensor, torch.
         cu_seqlens_q,
         widths.counted if adds else 0,
         adds and deterministic,
+        scale if on_hopper and not widths.wide else None,
+        widths.queries if on_hopper else 64,
     )
     if on_hopper:
         hopper.launch(
@@ -734,18 +743,21 @@ def statistics(
     cu_seqlens_q: torch.Tensor | None,
     sums: int,
     in_turn: bool,
+    starts_of: float | None,
+    block: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(lse in base 2, delta) [B, H, padded rows], zeros [B, H, padded rows, sums] or None, and None
-    or zeros: one, then one a block of 64 rows.  B is 1 for packed sequences."""
+    """(lse in base 2, delta) [B, H, padded rows] of whole blocks, or (-lse / starts_of, -delta);
+    [B, H, padded rows, sums] or None, zeros unless additions are in turn; and None or zeros: one,
+    then one a block.  B is 1 for packed sequences."""
     n_q, heads, batch = sizes.n_q, sizes.heads, sizes.outer
     padded = padded_rows(n_q, cu_seqlens_q)
     lse2, delta = memory.empty((2, batch, heads, padded), torch.float32, lse.device)
-    zeros = memory.empty((batch, heads, padded, sums), torch.float32, lse.device) if sums else None
-    blocks = batch * heads * padded // 64
+    kept = memory.empty((batch, heads, padded, sums), torch.float32, lse.device) if sums else None
+    blocks = batch * heads * padded // block
     turns = memory.empty((1 + blocks,), torch.int32, lse.device) if in_turn else None
-    listed, tiles = None, triton.cdiv(n_q, 64)
+    listed, tiles = None, triton.cdiv(n_q, block)
     if cu_seqlens_q is not None:
-        listed = plan(cu_seqlens_q, cu_seqlens_q, n_q, n_q, 64)
+        listed = plan(cu_seqlens_q, cu_seqlens_q, n_q, n_q, block)
         tiles = listed.shape[0]
     v_size = o.shape[-1]
     launches.kernel(_statistics_kernel, tiles * batch * heads)(
@@ -755,9 +767,10 @@ def statistics(
         grad_lse,
         lse2,
         delta,
-        zeros,
+        kept,
         turns,
         listed,
+        1.0 if starts_of is None else starts_of,
         tiles,
         n_q,
         heads,
@@ -768,11 +781,12 @@ def statistics(
         *row_strides(lse if grad_lse is None else grad_lse),
         V=v_size,
         V_PAD=padded_size(v_size),
-        SUMS=sums,
+        SUMS=0 if in_turn else sums,
         TURNS=in_turn,
         GRAD_LSE=grad_lse is not None,
         VARLEN=sizes.varlen,
-        BLOCK_M=64,
+        STARTS=starts_of is not None,
+        BLOCK_M=block,
         num_warps=8,
     )
-    return lse2, delta, zeros, turns
+    return lse2, delta, kept, turns

@@ -148,14 +148,14 @@ def locate(plan, tile, tiles, outer, rows, other_rows, VARLEN: tl.constexpr):
 
 @triton.jit
 def padded_first(first, piece):
-    """Where a piece begins in what holds whole blocks of 64 queries of each."""
-    return (first + piece * 64) // 64 * 64
+    """Where a piece begins in what holds whole blocks of 128 queries of each."""
+    return (first + piece * 128) // 128 * 128
 
 
 def padded_rows(n_q: int, cu_seqlens_q: torch.Tensor | None) -> int:
     """Rows that `padded_first` needs."""
-    extra = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] * 64
-    return triton.cdiv(n_q + extra, 64) * 64
+    extra = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] * 128
+    return triton.cdiv(n_q + extra, 128) * 128
 
 
 @triton.jit

@@ -473,6 +473,7 @@ def stand_in(monkeypatch, *modules, at=None):
         num_warps=lambda: 8,
         reshape=torch.reshape,
         permute=torch.permute,
+        broadcast=torch.broadcast_tensors,
         min=torch.amin,
         exp=torch.exp,
         join=lambda a, b: torch.stack((a, b), -1),

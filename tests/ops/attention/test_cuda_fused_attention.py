@@ -181,6 +181,8 @@ HOPPER = [
     Case(1, 4, 2, 590, 590, 192, 128, ends_q=LONG[0], ends_k=LONG[1], deterministic=True),
     Case(1, 4, 2, 590, 590, 64, 64, ends_q=LONG[0], ends_k=LONG[1], deterministic=True),
     Case(1, 2, 1, 500, 300, 64, 64, window=70, deterministic=True),
+    Case(1, 2, 1, 500, 300, 128, 128, deterministic=True),
+    Case(1, 2, 1, 200, 200, 64, 64, scale=1e-35),  # by which lse cannot be divided
     Case(1, 2, 1, 333, 1000, 128, 128, causal=False, window=150, deterministic=True),
     Case(1, 4, 1, 1000, 333, 256, 256, causal=False, window=50),
     Case(2, 2, 1, 1300, 1400, 64, 64),  # longer ones have tiles of more queries
