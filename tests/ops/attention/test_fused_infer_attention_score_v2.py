@@ -277,12 +277,17 @@ def test_forms_of_the_cache(device, backend, form):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("page", [16, 48, 128])
-def test_pages_of_any_size(device, backend, page):
-    """A tile of keys lies in one page, or in several."""
-    cache = torch.randn(6, page, 1, D).to(device, torch.float16)
+@pytest.mark.parametrize("width", [D, 512])
+@pytest.mark.parametrize("page", [16, 48, 64, 128])
+def test_pages_of_any_size(device, backend, page, width):
+    """A tile of keys lies in one page, or in several; what no request has is NaN."""
+    cache = torch.randn(6, page, 1, width).half()
     table, used = [[4, 2, 5], [1, 0, 3]], (2 * page + 5, page - 1)
-    query = torch.randn(2, 2, 4, D).to(device, torch.float16)
+    for pages, length in zip(table, used, strict=True):
+        for i, each in enumerate(pages):
+            cache[each, max(length - i * page, 0) :] = torch.nan
+    cache = cache.to(device)
+    query = torch.randn(2, 2, 4, width).to(device, torch.float16)
     out, _ = run(
         OP,
         backend,
@@ -305,6 +310,31 @@ def test_pages_of_any_size(device, backend, page):
             half = keys.half()
             plain = attend(q.half(), None, half, None, half, seen, SCALE)[0]
             assert_close_to_float64("out", out[b, j], plain, exact)
+
+
+LATENTS = [(3, 300), (1, 5), (2, 0), (4, 129), (0, 9), (2, 192)]
+
+
+@pytest.mark.parametrize("rope", [64, 0])
+@pytest.mark.parametrize("heads", [8, 20, 128])
+@pytest.mark.parametrize(
+    ("layout", "mode", "window"),
+    [("BSND", 0, None), ("TND_NTD", 3, None), ("TND", 4, 70), ("BSND_NBSD", 4, 3)],
+)
+def test_latents_of_512_channels(device, backend, layout, mode, window, heads, rope):
+    """Tiles of 64 rows with heads of several tokens; whole tiles of keys and parts of them."""
+    if backend == "reference" and heads == 128:
+        pytest.skip("heads do not meet in the reference")
+    problem = Problem(LATENTS, heads, 512, rope, sink=True)
+    check(problem, backend, device, torch.float16, layout, mode, window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_latents_of_512_channels_in_parts(device, backend, dtype):
+    """Many keys of few requests; a part begins where a whole tile does, and ends anywhere."""
+    skip_unless_taken(dtype, device, backend)
+    problem = Problem([(2, 3001), (1, 5), (0, 40)], 16, 512, 64, sink=True)
+    check(problem, backend, device, dtype, "TND", 4, 2500)
 
 
 def test_pages_that_are_not_there_are_absent(device, backend):
