@@ -11,9 +11,16 @@ Few rows: a tile's keys are split into parts of equal length, whose number follo
 alone, and _merge puts the parts together in order.
 
     condition                                  kernels
-    fewer tiles of rows than half of the SMs,  _attend then _merge
-      keys for two parts or more
+    Hopper, R 512, rope 64 or none, queries    hopper/fused_infer_attention_score_v2.py
+      in whole 16 bytes, keys that TMA can
+      describe, scale above 0
     else                                       _attend
+
+Either is followed by _merge where there are fewer tiles of rows than half of the SMs, and keys for
+two parts or more:
+
+    condition                                  kernels
+    any                                        _merge
 """
 
 from __future__ import annotations

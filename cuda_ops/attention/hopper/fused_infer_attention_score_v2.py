@@ -309,7 +309,7 @@ def _box(
     for j in gl.static_range(PER):
         position = n + j * BOX
         page = gl.load(table + position // C.PAGE)
-        page = gl.where((page >= 0) & (page < pages), page, -1).to(gl.int32)  # TMA reads zeros
+        page = gl.where((page >= 0) & (page < pages), page, pages).to(gl.int32)  # read as zeros
         for c in gl.static_range(COUNT):
             to = boxes.index(FIRST + c * PER + j)
             to = reinterpret(to, boxes.dtype, desc.block_shape, desc.layout)
