@@ -476,6 +476,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         lse=lse,
         **parts.arguments,
         scale_log2=scale_log2,
+        items=items,
         tokens=tokens,
         requests=requests,
         max_kv_len=table.shape[1] * page,
@@ -487,10 +488,10 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         C=constants,
     )
     if on_hopper:
-        hopper.launch(q, qr, key, kr, items * tile.splits, **common)
+        hopper.launch(q, qr, key, kr, **common)
     else:
         launches.kernel(_attend, items * tile.splits)(
-            q, qr, key, kr, **common, items=items, num_warps=tile.warps
+            q, qr, key, kr, **common, num_warps=tile.warps
         )
     if tile.splits > 1:
         width = min(128 if tile.splits > 8 else 512, triton.next_power_of_2(rank))

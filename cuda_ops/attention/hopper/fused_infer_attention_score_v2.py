@@ -608,7 +608,7 @@ def _attend(
             ),
         ],
         [4, 4],
-        [208, 96],
+        [216, 72],
     )
 
 
@@ -634,8 +634,10 @@ def _describe(key: Tensor, box: int) -> TensorDescriptor:
     return describe_box(key, [pages, page, width], [*key.stride()[:2], 1], [1, box, 64])
 
 
-def launch(q: Tensor, qr: Tensor, key: Tensor, kr: Tensor, programs: int, C: Any, **x: Any) -> None:
-    """What the file above launches, in `programs` programs of 64 rows."""
+def launch(q: Tensor, qr: Tensor, key: Tensor, kr: Tensor, items: int, C: Any, **x: Any) -> None:
+    """The call of the file above, of `items` tiles of 64 rows."""
     box = math.gcd(C.PAGE, 64)
     described = [_describe(each, box) for each in (key, kr)]
-    launches.kernel(_attend, programs)(q, qr, key, kr, *described, **x, BOX=box, C=C, num_warps=4)
+    launches.kernel(_attend, items * C.SPLITS)(
+        q, qr, key, kr, *described, **x, BOX=box, C=C, num_warps=4
+    )
