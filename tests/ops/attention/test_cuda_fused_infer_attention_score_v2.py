@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ...support.kernels import DEVICE, INTERPRETED, ON_GPU
+from ...support.latents import Problem
 from ...support.stages import assert_near, launched
-from .test_fused_infer_attention_score_v2 import Problem
 
 pytest.importorskip("triton")
 if INTERPRETED:
