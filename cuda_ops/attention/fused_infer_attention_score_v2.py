@@ -11,9 +11,16 @@ Few rows: a tile's keys are split into parts of equal length, whose number follo
 alone, and _merge puts the parts together in order.
 
     condition                                  kernels
-    fewer tiles of rows than half of the SMs,  _attend then _merge
-      keys for two parts or more
+    Hopper, R 512, rope 64 or none, queries    hopper/fused_infer_attention_score_v2.py
+      in whole 16 bytes, keys that TMA can
+      describe, scale above 0
     else                                       _attend
+
+Either is followed by _merge where there are fewer tiles of rows than half of the SMs, and keys for
+two parts or more:
+
+    condition                                  kernels
+    any                                        _merge
 """
 
 from __future__ import annotations
@@ -41,6 +48,7 @@ from ..common.combine import Parts, is_chained
 from ..common.log2 import LN2, LOG2E
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
+from .hopper import fused_infer_attention_score_v2 as hopper
 
 LOWEST = tl.constexpr(-1e30)  # below any score: keeps exp2(-inf - LOWEST) = 0 free of NaN
 WIDEST_ROPE = 128
@@ -352,6 +360,11 @@ def tiles(
     tile = next((t for t in tiers if shared_bytes(t, rank, rope, wgmma) <= limit), None)
     if tile is None:
         return None
+    return in_parts(tile, requests, each, reach, device)
+
+
+def in_parts(tile: Tiles, requests: int, each: int, reach: int, device: torch.device) -> Tiles:
+    """As many as multiprocessors have room for."""
     room = gpu.num_sms(device) * (1 if tile.rows == 64 else 2)
     items, splits = max(1, requests * cdiv(each, tile.rows)), 1
     while 2 * splits * items <= room and 2 * splits * _LEAST <= reach and 2 * splits <= _MOST_PARTS:
@@ -410,9 +423,14 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     if x["query_rope"] is not None and x["key_rope"] is not None:
         qr = with_heads(x["query_rope"], layout, heads).reshape(count, heads, rope)
         kr = pages_of(x["key_rope"])
+    pages, page = key.shape[:2]
+    scale_log2 = x["softmax_scale"] * LOG2E.value
     tile = _chosen(x)
     assert tile is not None
-    pages, page = key.shape[:2]
+    on_hopper = hopper.supports(q, qr, key, kr, rope, scale_log2)
+    if on_hopper:
+        each = (cdiv(tokens, max(requests, 1)) if packed else tokens) * heads
+        tile = in_parts(Tiles(64, 64, 4, 2, rank), requests, each, table.shape[1] * page, device)
     parts = Parts.of(tile.splits, count * heads, rank, lse)
     turned = layout in ("TND_NTD", "BSND_NBSD")
     places = dict(
@@ -449,19 +467,15 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         CHAINED=is_chained(device, tile.splits),
     )
     sinks = lse if sink is None else sink
-    launches.kernel(_attend, items * tile.splits)(
-        q,
-        qr,
-        key,
-        kr,
-        q if lengths is None else lengths,
-        x["actual_seq_kvlen"],
-        table,
-        sinks,
-        out,
-        lse,
+    common = dict(
+        seqlens_q=q if lengths is None else lengths,
+        seqlens_k=x["actual_seq_kvlen"],
+        table=table,
+        sinks=sinks,
+        out=out,
+        lse=lse,
         **parts.arguments,
-        scale_log2=x["softmax_scale"] * LOG2E.value,
+        scale_log2=scale_log2,
         items=items,
         tokens=tokens,
         requests=requests,
@@ -472,8 +486,13 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         **places,
         strides=(*q.stride()[:2], *qr.stride()[:2], *key.stride()[:2], *kr.stride()[:2]),
         C=constants,
-        num_warps=tile.warps,
     )
+    if on_hopper:
+        hopper.launch(q, qr, key, kr, **common)
+    else:
+        launches.kernel(_attend, items * tile.splits)(
+            q, qr, key, kr, **common, num_warps=tile.warps
+        )
     if tile.splits > 1:
         width = min(128 if tile.splits > 8 else 512, triton.next_power_of_2(rank))
         launches.kernel(_merge, count * heads, cdiv(rank, width))(

@@ -175,7 +175,7 @@ def _count(tiles):
 
 
 @gluon.jit
-def _scaled(acc, row_sum, old, new):
+def scaled(acc, row_sum, old, new):
     """From the maxima `old` to `new`."""
     factor = gl.exp2(old - new)
     acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, WIDE))[:, None]
@@ -183,7 +183,7 @@ def _scaled(acc, row_sum, old, new):
 
 
 @gluon.jit
-def _weigh(s, row_max, scale_log2, tiles, tile, last, TILE: gl.constexpr):
+def weigh(s, row_max, scale_log2, tiles, tile, last, TILE: gl.constexpr):
     """Probabilities, also left for the other consumer, with the maxima that they are relative to.
     The heaviest is 1 and stays 1 when it is rounded."""
     rope, bars = tiles.rope, tiles.bars
@@ -197,7 +197,7 @@ def _weigh(s, row_max, scale_log2, tiles, tile, last, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _total(row_sum, tiles, query_phase, TILE: gl.constexpr):
+def total(row_sum, tiles, query_phase, TILE: gl.constexpr):
     """Sums over the tiles of both consumers."""
     exchange, bars = tiles.exchange, tiles.bars
     exchange.index(2 + TILE).store(row_sum)
@@ -266,8 +266,8 @@ def consumer0(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
             phase = t & 1
             s = _scores(tiles, t, zero, zero, 0, C)
             mine = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
-            acc, row_sum = _scaled(acc, row_sum, row_max, mine)
-            p = _weigh(s, mine, scale_log2, tiles, zero, step == steps - 1, 0)
+            acc, row_sum = scaled(acc, row_sum, row_max, mine)
+            p = weigh(s, mine, scale_log2, tiles, zero, step == steps - 1, 0)
             row_sum += gl.sum(p, 1)
             weights = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
             running = warpgroup_mma(weights, left.index(zero), acc, is_async=True)
@@ -277,12 +277,12 @@ def consumer0(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
             mbarrier.wait(bars.index(LEFT + 1), phase)
             fence_async_shared()
             row_max = exchange.index(1).load(ROW)
-            acc, row_sum = _scaled(acc, row_sum, mine, row_max)
+            acc, row_sum = scaled(acc, row_sum, mine, row_max)
             running = warpgroup_mma(rope.index(1 + zero), left.index(1 + zero), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[running])
             arrive(bars, LEFT_FREE + 1)
             t += 1
-        row_sum = _total(row_sum, tiles, query_phase, 0)
+        row_sum = total(row_sum, tiles, query_phase, 0)
         query_phase = query_phase ^ 1
         row, split, head = item(each, C.HEADS, C.SPLITS)
         _finish(acc, row_sum, row_max, to, row, split, head, C, 0)
@@ -310,20 +310,20 @@ def consumer1(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
             mbarrier.wait(bars.index(RIGHT), phase)
             fence_async_shared()
             other = exchange.index(0).load(ROW)
-            acc, row_sum = _scaled(acc, row_sum, row_max, other)
+            acc, row_sum = scaled(acc, row_sum, row_max, other)
             running = warpgroup_mma(rope.index(zero), right.index(zero), acc, is_async=True)
             row_max = gl.maximum(other, gl.max(s, 1) * scale_log2)
-            p = _weigh(s, row_max, scale_log2, tiles, 1 + zero, step == steps - 1, 1)
+            p = weigh(s, row_max, scale_log2, tiles, 1 + zero, step == steps - 1, 1)
             weights = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
             acc = warpgroup_mma_wait(0, deps=[running])
             arrive(bars, RIGHT_FREE)
-            acc, row_sum = _scaled(acc, row_sum, other, row_max)
+            acc, row_sum = scaled(acc, row_sum, other, row_max)
             row_sum += gl.sum(p, 1)
             running = warpgroup_mma(weights, right.index(1 + zero), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[running])
             arrive(bars, RIGHT_FREE + 1)
             t += 1
-        row_sum = _total(row_sum, tiles, query_phase, 1)
+        row_sum = total(row_sum, tiles, query_phase, 1)
         query_phase = query_phase ^ 1
         row, split, head = item(each, C.HEADS, C.SPLITS)
         _finish(acc, row_sum, row_max, to, row, split, head, C, 256)
