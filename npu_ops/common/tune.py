@@ -122,6 +122,18 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "sparse_flash_attention.collect": (Config({"ROWS": 32, "PIECE": 1024}),),
     "sparse_flash_attention.weigh": _WEIGH,
     "sparse_flash_attention.accumulate": _ACCUMULATE,
+    "fused_infer_attention_score_v2.note": (Config({"PIECE": 128}),),
+    # keys of pages of up to 64 come in runs of 64
+    "fused_infer_attention_score_v2.weigh": (
+        *_WEIGH[:-1],
+        Config({"HEAD_TILE": 64, "KEY_TILE": 32}, {"set_workspace_multibuffer": 2}),
+        _WEIGH[-1],
+    ),
+    "fused_infer_attention_score_v2.accumulate": (
+        *_ACCUMULATE,
+        *(Config({**config.tiles, "KEY_TILE": 64}, config.options) for config in _ACCUMULATE),
+    ),
+    "fused_infer_attention_score_v2.merge": (Config({}),),
     "sparse_attn_sharedkv.note": (Config({"PIECE": 128}),),
     "sparse_attn_sharedkv.collect": (Config({"ROWS": 32, "PIECE": 1024}),),
     # more heads or keys: no UB is left for what 1.0.0 and 1.2.0 hold of the output

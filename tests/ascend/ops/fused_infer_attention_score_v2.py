@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_fused_infer_attention_score_v2: shards of 8 to 128 heads, every layout and mask, pages of any
+size; nothing may touch a page that no token sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import memory
+from ..case import Arguments, Case, Inputs, in_rounds
+from ..conditions import far_apart, many_requests, pages_apart, with_
+from ..controls import Control
+
+OP = "npu_fused_infer_attention_score_v2"
+Make = Callable[[Inputs], Arguments]
+
+
+def paged(
+    rows: list[int],
+    lengths: list[int],
+    heads: int,
+    page: int = 128,
+    sizes: tuple[int, int] = (512, 64),
+    layout: str = "BSND",
+    mode: int = 3,
+    window: int | None = None,
+    spare: int = 0,
+    sinks: int = 0,
+    **options: Any,
+) -> Make:
+    """So many tokens of each request over keys in shuffled pages; NaN behind the last key and
+    ahead of the first in sight.  `spare` tokens are of no request."""
+    latent, rotary = sizes
+    packed = layout.startswith("TND")
+
+    def make(x: Inputs) -> Arguments:
+        begins = [
+            0 if window is None else max(n - s - window, 0)
+            for s, n in zip(rows, lengths, strict=True)
+        ]
+        columns = [range(b // page, -(-n // page)) for b, n in zip(begins, lengths, strict=True)]
+        pages = sum(map(len, columns)) + 2
+        key, key_rope = x.normal(pages, page, 1, latent), x.normal(pages, page, 1, rotary)
+        order = x.permutation(pages).tolist()
+        table = torch.full((len(lengths), max(-(-n // page) for n in lengths) + 1), -1)
+        for i, (begin, end) in enumerate(zip(begins, lengths, strict=True)):
+            for column in columns[i]:
+                table[i, column] = order.pop()
+                at = column * page + torch.arange(page)
+                for cache in (key, key_rope):
+                    cache[table[i, column], (at < begin) | (at >= end)] = float("nan")
+        for cache in (key, key_rope) if rotary else (key,):
+            x.forbid(cache, order)
+        most = max(rows) + spare
+        tokens = (sum(rows) + spare,) if packed else (len(rows), most)
+        shape = [*tokens, heads] if layout != "BSH" else tokens
+        wide = 1 if layout != "BSH" else heads
+        sums = torch.tensor(rows).cumsum(0) if packed else torch.tensor(rows)
+        return (
+            dict(
+                query=x.normal(*shape, wide * latent),
+                key=key,
+                value=key,
+                query_rope=x.normal(*shape, wide * rotary) if rotary else None,
+                key_rope=key_rope if rotary else None,
+                actual_seq_qlen=x.ints(sums),
+                actual_seq_kvlen=x.ints(lengths),
+                block_table=x.ints(table),
+                num_query_heads=heads,
+                num_key_value_heads=1,
+                softmax_scale=0.135,
+                input_layout=layout,
+                sparse_mode=mode,
+                return_softmax_lse=True,
+                learnable_sink=x.normal(abs(sinks), dtype=torch.float32 if sinks > 0 else None)
+                if sinks
+                else None,
+            )
+            | (dict(pre_tokens=window, next_tokens=0) if window is not None else {})
+            | {name: value(x) if callable(value) else value for name, value in options.items()}
+        )
+
+    return make
+
+
+def _int64(make: Make) -> Make:
+    """Lengths and a page that 32 bits would bring back."""
+
+    def wide(x: Inputs) -> Arguments:
+        arguments = {
+            name: x.ints(value, torch.int64)
+            if isinstance(value, torch.Tensor) and value.dtype is torch.int32
+            else value
+            for name, value in make(x).items()
+        }
+        arguments["actual_seq_kvlen"][0] += 2**40
+        arguments["block_table"][0, 1] += 2**32
+        return arguments
+
+    return wide
+
+
+def _pool(make: Make) -> Make:
+    """Latents and rotary parts are columns of one pool, as engines keep them."""
+
+    def joined(x: Inputs) -> Arguments:
+        arguments = make(x)
+        key, rope = arguments["key"], arguments["key_rope"]
+        pool = memory.empty((*key.shape[:3], key.shape[3] + rope.shape[3]), key.dtype)
+        parts = pool.split([key.shape[3], rope.shape[3]], -1)
+        for part, cache in zip(parts, (key, rope), strict=True):
+            part.copy_(cache)
+        x.forbidden = [(pool, blocks) for cache, blocks in x.forbidden if cache is key]
+        return arguments | dict(key=parts[0], value=parts[0], key_rope=parts[1])
+
+    return joined
+
+
+def _same_key(make: Make) -> Make:
+    """`value` is the key that a condition has put in its place."""
+    return with_(make, value=lambda arguments: arguments["key"])
+
+
+def opposed(arguments: Arguments) -> torch.Tensor:
+    """Queries below 0 and keys above: every score is far below 0."""
+    for name in ("key", "key_rope"):
+        arguments[name].abs_()
+    arguments["query_rope"].abs_().neg_()
+    return arguments["query"].abs_().neg_()
+
+
+def _absent_pages(arguments: Arguments) -> torch.Tensor:
+    """One in the middle of the first request's, and of the last one's the page past the last."""
+    table = arguments["block_table"]
+    table[0, 1] = -1
+    table[-1, 0] = arguments["key"].shape[0]
+    return table
+
+
+def decode(requests: int) -> Make:
+    """TND tokens of so many requests."""
+    _, sums = many_requests(requests)
+    rows = [b - a for a, b in zip([0, *sums], sums, strict=False)]
+    return paged(rows, [1 + i % 40 for i in range(requests)], 8, 16, SMALL, "TND")
+
+
+SMALL = (64, 32)
+CASES = (
+    *(Case(OP, f"{n} heads", paged([1, 1], [300, 1], n)) for n in (8, 16, 32, 64, 128)),
+    *(
+        Case(OP, f"{n} heads, pages of 64", paged([1, 1], [300, 1], n, 64))
+        for n in (8, 16, 32, 64, 128)
+    ),
+    *(
+        Case(
+            OP,
+            f"{n} heads, 24 tokens, pages of {page}",
+            paged([24], [60], n, page, sizes=(64, 0)),
+        )
+        for n in (8, 16, 32, 64, 128)
+        for page in (64, 128)
+    ),
+    Case(OP, "BSH, 20 heads", paged([2, 1], [300, 17], 20, layout="BSH")),
+    Case(OP, "BSND_NBSD, 96 heads", paged([2, 0, 1], [150, 9, 3], 96, layout="BSND_NBSD")),
+    Case(
+        OP,
+        "TND, 12 heads, lengths 0 and fewer than tokens, spare tokens",
+        paged([3, 0, 2, 5], [140, 7, 0, 2], 12, layout="TND", spare=2),
+    ),
+    Case(OP, "TND_NTD, 16 heads", paged([1, 2], [2100, 300], 16, layout="TND_NTD")),
+    Case(OP, "all keys", paged([2, 1], [300, 17], 16, 64, SMALL, mode=0)),
+    Case(OP, "a window of 1", paged([2, 1], [300, 17], 8, 64, SMALL, mode=4, window=0)),
+    Case(
+        OP,
+        "a window of 200, pages of 48",
+        paged([4, 1], [700, 60], 16, 48, SMALL, "TND", mode=4, window=199),
+    ),
+    Case(
+        OP,
+        "a window of 100, pages of 512",
+        paged([2], [1500], 16, 512, SMALL, "TND", mode=4, window=99),
+    ),
+    Case(OP, "pages of 16, sinks", paged([2, 1], [77, 3], 16, 16, SMALL, sinks=16)),
+    Case(OP, "pages of 48, 4 heads", paged([2, 1], [77, 3], 4, 48, SMALL)),
+    Case(OP, "pages of 208, 72 heads", paged([1, 1], [777, 209], 72, 208, SMALL)),
+    Case(OP, "20 heads, sinks of 16 bits", paged([2, 1], [300, 17], 20, sizes=SMALL, sinks=-20)),
+    Case(OP, "fp16, one tensor of 5 tokens", paged([5], [300], 8), torch.float16),
+    Case(OP, "no rotary part, 64 heads", paged([1], [300], 64, sizes=(512, 0))),
+    Case(OP, "latent 128 and 16", paged([2], [300], 16, sizes=(128, 16))),
+    Case(OP, "144 heads", paged([1], [150], 144, sizes=SMALL)),
+    Case(OP, "no key at all", paged([1, 1], [0, 0], 16, sizes=SMALL)),
+    Case(OP, "without lengths of queries", with_(paged([2], [70], 8), actual_seq_qlen=None)),
+    Case(OP, "without lse", paged([2], [70], 8, sizes=SMALL, return_softmax_lse=False)),
+    Case(OP, "5000 keys, one token", paged([1], [5000], 16, sizes=SMALL), cores=(24,)),
+    Case(OP, "several rounds", in_rounds(2 * 384 * 16 * 4, paged([1, 3, 1], [300, 9, 131], 16))),
+    Case(OP, "int64", _int64(paged([1, 1], [384, 1], 16, sizes=SMALL))),
+    Case(OP, "absent pages", with_(paged([2, 1], [300, 200], 16), block_table=_absent_pages)),
+    Case(OP, "one pool", _pool(paged([2, 1], [300, 1], 16))),
+    Case(
+        OP,
+        "pages apart",
+        _same_key(pages_apart(paged([2, 1], [300, 1], 16, sizes=SMALL), "key", "key_rope")),
+    ),
+    Case(
+        OP,
+        "pages far apart",
+        _same_key(far_apart(paged([2, 1], [300, 1], 16, sizes=SMALL), "key", "key_rope")),
+    ),
+    Case(OP, "TND, 133 requests", decode(133)),
+    Case(OP, "scores far apart", paged([1, 1], [300, 70], 16, sizes=SMALL, softmax_scale=9.0)),
+    Case(
+        OP,
+        "scores that underflow",
+        with_(paged([1, 1], [300, 70], 16, sizes=SMALL, softmax_scale=2.0), query=opposed),
+    ),
+    Case(
+        OP,
+        "sums that fall",
+        with_(
+            paged([1, 1, 1, 2], [60, 60, 60, 60], 8, 64, SMALL, "TND"),
+            actual_seq_qlen=lambda x: x["actual_seq_qlen"].copy_(torch.tensor([3, 1, -5, 5])),
+        ),
+    ),
+)
+CONTROLS: tuple[Control, ...] = ()
