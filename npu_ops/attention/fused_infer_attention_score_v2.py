@@ -36,66 +36,95 @@ from ...dispatch.ops.attention.fused_infer_attention_score_v2 import (
 from ..common import cores, entry, ragged, tiling, tune, tuples, two_passes
 from ..common.lengths import within
 
-MOST_SPLITS = 24  # of a token's keys, whose parts of the output are merged
+MOST_ROWS = 128  # of a tile: tokens times heads
+MASKED = 64 * 64  # scores of a tile whose tokens have masks of their own
+MOST_SPLITS = 24  # of a group's keys, whose parts of the output are merged
+PARTS_BYTES = 128 * 2**20  # of those parts at the most
 _OP = "fused_infer_attention_score_v2"
-# of a token: its request, and the positions that it sees
-REQUEST, BEGIN, LIMIT = (tl.constexpr(i) for i in range(3))
+# what is noted of a group, tokens of one request one behind the other: the request; its first token
+# and how many there are; how many of them the request has; the positions that any of them sees; how
+# many its first token sees, below 0 if a later one sees the first key
+REQUEST, FIRST, TOKENS, USED, BEGIN, LIMIT, BASE = (tl.constexpr(i) for i in range(7))
 NOTED = tl.constexpr(8)
+NONE, CAUSAL, BAND = (tl.constexpr(i) for i in range(3))
+AFAR = tl.constexpr(2.0**25)  # no position is
 
 
-@entry.jit(do_not_specialize=["rows", "tokens", "requests", "reach", "window"])
+@entry.jit(do_not_specialize=["groups", "tokens", "requests", "reach", "window"])
 def note(
     noted,
     query_lengths,
     key_lengths,
-    rows,
+    groups,
     tokens,
     requests,
     reach,
     window,
     PACKED: tl.constexpr,
     LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
+    EACH: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """`tokens` are those of a request, or of all of them where they are packed."""
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+    """`tokens` are those of a request, or of all of them where they are packed; EACH of a group,
+    fewer of the last one of a request.  Behind the last request those of none have groups."""
+    for group in range(tl.program_id(0), groups, tl.num_programs(0)):
         if PACKED:
-            # the first request whose sum is above the row, and the largest sum before it
-            request = requests
-            first = 0
+            request = requests * 0
+            token = tokens * 0
+            end = tokens * 0
+            passed = 0.0  # groups of the requests before
+            latest = 0.0  # where all of them have ended
+            at = group.to(tl.float32)
             for start in range(0, requests, PIECE):
                 i = start + tl.arange(0, PIECE)
-                end = tl.load(query_lengths + i, mask=i < requests, other=0)
-                end = tl.minimum(tl.maximum(end, 0), tokens).to(tl.float32)
+                ends = tl.load(query_lengths + i, mask=i < requests, other=0)
+                ends = tl.minimum(tl.maximum(ends, 0), tokens).to(tl.float32)
                 number = i.to(tl.float32)
-                above = tl.where(end > row.to(tl.float32), number, requests * 1.0)
-                request = tl.minimum(request, tl.min(above, 0).to(tl.int32))
-                before = tl.where(number < request.to(tl.float32), end, 0.0)
-                first = tl.maximum(first, tl.max(before, 0).to(tl.int32))
-            inside = request < requests
-            request = tl.minimum(request, requests - 1)
-            count = within(query_lengths + request, tokens) - first
+                before = number[None, :] < number[:, None]
+                begins = tl.max(tl.where(before, ends[None, :], 0.0), 1)
+                begins = tl.maximum(begins, latest)
+                count = tl.maximum(ends - begins, 0.0).to(tl.int32)
+                count = ((count + EACH - 1) // EACH).to(tl.float32)
+                firsts = tl.sum(tl.where(before, count[None, :], 0.0), 1) + passed
+                here = tl.where((firsts <= at) & (at < firsts + count), 1.0, 0.0)
+                request += tl.sum(here * number, 0).to(tl.int32)
+                token += tl.sum(here * (begins + (at - firsts) * EACH), 0).to(tl.int32)
+                end += tl.sum(here * ends, 0).to(tl.int32)
+                passed += tl.sum(count, 0)
+                latest = tl.maximum(latest, tl.max(ends, 0))
+            inside = at < passed
+            rest = (latest + (at - passed) * EACH).to(tl.int32)
+            token = tl.where(inside, token, tl.minimum(rest, tokens))
+            left = tl.where(inside, end - token, 0)
+            count = tl.minimum(tl.where(inside, left, tokens - token), EACH)
         else:
-            request = row // tokens
-            first = request * tokens
-            count = tokens
-            inside = row >= 0
+            a_request = (tokens + EACH - 1) // EACH
+            request = group // a_request
+            first = group % a_request * EACH
+            token = request * tokens + first
+            count = tl.minimum(tokens - first, EACH)
+            left = tokens - first
             if LENGTHS:
-                count = within(query_lengths + request, tokens)
-        left = tl.where(inside, count - (row - first), 0)
-        limit = within(key_lengths + request, reach)
-        if CAUSAL:
-            limit = tl.maximum(limit - left + 1, 0)
-        limit = tl.where(left > 0, limit, 0)
-        begin = row * 0
-        if WINDOW:
-            begin = tl.maximum(limit - 1 - window, 0)
-        of_row = noted + row.to(tl.int64) * NOTED
-        tl.store(of_row + REQUEST, request)
-        tl.store(of_row + BEGIN, begin)
-        tl.store(of_row + LIMIT, limit)
+                left = within(query_lengths + request, tokens) - first
+        used = tl.minimum(tl.maximum(left, 0), count)
+        base = within(key_lengths + request, reach)
+        limit = base
+        begin = base * 0
+        if MASK != NONE:
+            base = base - left + 1
+            limit = base + used - 1
+        if MASK == BAND:
+            begin = tl.maximum(base - 1 - window, 0)
+        limit = tl.where(used > 0, tl.maximum(limit, 0), 0)
+        of_group = noted + group.to(tl.int64) * NOTED
+        tl.store(of_group + REQUEST, request)
+        tl.store(of_group + FIRST, token)
+        tl.store(of_group + TOKENS, count)
+        tl.store(of_group + USED, used)
+        tl.store(of_group + BEGIN, begin)
+        tl.store(of_group + LIMIT, limit)
+        tl.store(of_group + BASE, base)
 
 
 class Pages(NamedTuple):
@@ -131,7 +160,7 @@ def runs_of(begin, limit, page, SPAN: tl.constexpr):
 
 @triton.jit
 def run_at(of_request, run, begin, limit, page, pages, SPAN: tl.constexpr):
-    """(page, first row, number of rows) of a run; no rows, if its page is absent."""
+    """(page, first row, its position, number of rows) of a run; no rows, if its page is absent."""
     a_page = (page + SPAN - 1) // SPAN
     column = run // a_page
     passed = run % a_page * SPAN
@@ -140,24 +169,34 @@ def run_at(of_request, run, begin, limit, page, pages, SPAN: tl.constexpr):
     number = tl.load(of_request + column)
     exists = (number >= 0) & (number < pages)
     there = tl.where(exists, tl.maximum(end - first, 0), 0)
-    return tl.where(exists, number, 0).to(tl.int64), first, there
+    return tl.where(exists, number, 0).to(tl.int64), first, column * page + first, there
 
 
 @triton.jit
-def logits(z, there, scale, KEY_TILE: tl.constexpr):
-    """[keys, heads]; -inf from key `there` on."""
+def logits(z, there, last, rows, heads, window, scale, MASK: tl.constexpr, KEY_TILE: tl.constexpr):
+    """[keys, rows]; -inf from key `there` on, and where a token does not see a key: the first one
+    of the group sees those up to `last`."""
     j = tl.arange(0, KEY_TILE).to(tl.float32)
-    return z * scale + tl.where(j < there.to(tl.float32), 0.0, float("-inf"))[:, None]
+    if MASK == NONE:
+        z = z * scale + tl.where(j < there.to(tl.float32), 0.0, float("-inf"))[:, None]
+    else:
+        j = tl.where(j < there.to(tl.float32), j, AFAR)
+        ahead = j[:, None] - ((rows // heads).to(tl.float32) + last.to(tl.float32))[None]
+        z = z * scale + tl.where(ahead <= 0, 0.0, float("-inf"))
+        if MASK == BAND:
+            z += tl.where(ahead >= -window.to(tl.float32), 0.0, float("-inf"))
+    return z
 
 
 class Weighing(NamedTuple):
     LATENT: tl.constexpr
     ROTARY: tl.constexpr
+    MASK: tl.constexpr  # of the tokens of a group: NONE, if they see the same keys
     WHOLE: tl.constexpr  # heads fill the tiles
     SPAN: tl.constexpr
 
 
-@tuples.jit(["first", "rows", "wide", "heads", "padded", "splits", "scale"])
+@tuples.jit(["first", "groups", "wide", "heads", "padded", "splits", "window", "scale"])
 def weigh(
     query,
     query_rope,
@@ -169,16 +208,17 @@ def weigh(
     peaks,
     sums,
     first,
-    rows,
+    groups,
     wide,
     heads,
     padded,
     splits,
+    window,
     apart: Heads,
     pages: Pages,
     scale,
     C: Weighing,
-    HEAD_TILE: tl.constexpr,
+    ROW_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     set_workspace_multibuffer: tl.constexpr,
 ):
@@ -187,33 +227,34 @@ def weigh(
     TILES: tl.constexpr = C.SPAN // KEY_TILE
     d = tl.arange(0, C.LATENT)
     j = tl.arange(0, KEY_TILE)
-    head_tiles = padded // HEAD_TILE
-    for work in range(tl.program_id(0), rows * head_tiles * splits, tl.num_programs(0)):
+    tiles = padded // ROW_TILE
+    for work in range(tl.program_id(0), groups * tiles * splits, tl.num_programs(0)):
         part = work % splits
-        h = work // splits % head_tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
-        row = work // splits // head_tiles
-        token = (first + row).to(tl.int64)
-        there = h[:, None] < heads
-        of_query = query + token * apart.query_row + h[:, None] * apart.query_head + d[None]
+        row = work // splits % tiles * ROW_TILE + tl.arange(0, ROW_TILE)
+        group = work // splits // tiles
+        of_group = noted + (first + group).to(tl.int64) * NOTED
+        token = tl.load(of_group + FIRST).to(tl.int64)
+        there = tl.load(of_group + USED) * heads
+        of_query = query + token * apart.query_row + row[:, None] * apart.query_head + d[None]
         if C.WHOLE:
             q = tl.load(of_query)
         else:
-            q = tl.load(of_query, mask=there, other=0.0)
+            q = tl.load(of_query, mask=row[:, None] < there, other=0.0)
         if C.ROTARY > 0:
             e = tl.arange(0, C.ROTARY)
-            of_rope = query_rope + token * apart.rope_row + h[:, None] * apart.rope_head + e[None]
+            of_rope = query_rope + token * apart.rope_row + row[:, None] * apart.rope_head + e[None]
             if C.WHOLE:
                 qr = tl.load(of_rope)
             else:
-                qr = tl.load(of_rope, mask=there, other=0.0)
-        of_token = noted + token * NOTED
-        of_request = table + tl.load(of_token + REQUEST).to(tl.int64) * pages.columns
-        begin = tl.load(of_token + BEGIN)
-        limit = tl.load(of_token + LIMIT)
+                qr = tl.load(of_rope, mask=row[:, None] < there, other=0.0)
+        of_request = table + tl.load(of_group + REQUEST).to(tl.int64) * pages.columns
+        begin = tl.load(of_group + BEGIN)
+        limit = tl.load(of_group + LIMIT)
+        base = tl.load(of_group + BASE)
         start, runs = runs_of(begin, limit, pages.page, C.SPAN)
         each = (runs * TILES + splits - 1) // splits
         for tile in range(part * each, tl.minimum(part * each + each, runs * TILES)):
-            number, at, count = run_at(
+            number, at, position, count = run_at(
                 of_request, start + tile // TILES, begin, limit, pages.page, pages.count, C.SPAN
             )
             passed = tile % TILES * KEY_TILE
@@ -221,30 +262,32 @@ def weigh(
             i = at + passed + j
             of_key = key + number * pages.key_page + i[:, None] * pages.key_row + d[None]
             k = tl.load(of_key, mask=j[:, None] < count, other=0.0)
-            z = tl.dot(k, tl.trans(q))  # [KEY_TILE, HEAD_TILE]
+            z = tl.dot(k, tl.trans(q))  # [KEY_TILE, ROW_TILE]
             if C.ROTARY > 0:
                 of_key = key_rope + number * pages.rope_page + i[:, None] * pages.rope_row + e[None]
                 kr = tl.load(of_key, mask=j[:, None] < count, other=0.0)
                 z = tl.dot(kr, tl.trans(qr), z)
-            part_of = row.to(tl.int64) * (wide // KEY_TILE) + tile
-            tl.store(scores + (part_of * KEY_TILE + j)[:, None] * padded + h[None], z)
-            z = logits(z, count, scale, KEY_TILE)
+            part_of = group.to(tl.int64) * (wide // KEY_TILE) + tile
+            tl.store(scores + (part_of * KEY_TILE + j)[:, None] * padded + row[None], z)
+            last = base - 1 - position - passed
+            z = logits(z, count, last, row, heads, window, scale, C.MASK, KEY_TILE)
             # finite: a tile without a single key must not make NaN
             peak = tl.maximum(tl.max(z, 0), -1e30)
-            tl.store(peaks + part_of * padded + h, peak)
-            tl.store(sums + part_of * padded + h, tl.sum(tl.exp(z - peak[None]), 0))
+            tl.store(peaks + part_of * padded + row, peak)
+            tl.store(sums + part_of * padded + row, tl.sum(tl.exp(z - peak[None]), 0))
 
 
 class Accumulating(NamedTuple):
     LATENT: tl.constexpr
+    MASK: tl.constexpr
     SINKS: tl.constexpr
-    WHOLE: tl.constexpr  # heads fill the tiles
+    WHOLE: tl.constexpr
     PART: tl.constexpr  # keys of one of `peaks` and `sums`
 
 
 @tuples.jit(
     [
-        *("first", "rows", "wide", "heads", "padded", "splits"),
+        *("first", "groups", "wide", "heads", "padded", "splits", "window"),
         *("out_row", "out_head", "out_split", "scale"),
     ]
 )
@@ -259,11 +302,12 @@ def accumulate(
     out,
     lse,
     first,
-    rows,
+    groups,
     wide,
     heads,
     padded,
     splits,
+    window,
     out_row,
     out_head,
     out_split,
@@ -272,93 +316,100 @@ def accumulate(
     C: Accumulating,
     PARTS: tl.constexpr,
     PIECES: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
+    ROW_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     set_workspace_multibuffer: tl.constexpr,
 ):
-    """A run is a tile of keys.  Keys by heads: else both vector units do the work of the whole
-    tile.  Every piece and split of a token stores the statistics, the same ones."""
+    """A run is a tile of keys.  Keys by rows: else both vector units do the work of the whole tile.
+    Every piece and split of a group stores the statistics, the same ones."""
     COLUMNS: tl.constexpr = C.LATENT // PIECES
     j = tl.arange(0, KEY_TILE)
-    head_tiles = padded // HEAD_TILE
-    for work in range(tl.program_id(0), rows * head_tiles * PIECES * splits, tl.num_programs(0)):
+    tiles = padded // ROW_TILE
+    for work in range(tl.program_id(0), groups * tiles * PIECES * splits, tl.num_programs(0)):
         split = work % splits
         d = work // splits % PIECES * COLUMNS + tl.arange(0, COLUMNS)
-        h = work // splits // PIECES % head_tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
-        row = work // splits // PIECES // head_tiles
-        of_token = noted + (first + row).to(tl.int64) * NOTED
-        of_request = table + tl.load(of_token + REQUEST).to(tl.int64) * pages.columns
-        begin = tl.load(of_token + BEGIN)
-        limit = tl.load(of_token + LIMIT)
+        row = work // splits // PIECES % tiles * ROW_TILE + tl.arange(0, ROW_TILE)
+        group = work // splits // PIECES // tiles
+        of_group = noted + (first + group).to(tl.int64) * NOTED
+        of_request = table + tl.load(of_group + REQUEST).to(tl.int64) * pages.columns
+        begin = tl.load(of_group + BEGIN)
+        limit = tl.load(of_group + LIMIT)
+        base = tl.load(of_group + BASE)
         start, runs = runs_of(begin, limit, pages.page, KEY_TILE)
-        of_row = row.to(tl.int64) * wide
-        peak = tl.full((HEAD_TILE,), -1e30, tl.float32)
-        total = tl.zeros((HEAD_TILE,), tl.float32)
+        before = group.to(tl.int64) * wide
+        peak = tl.full((ROW_TILE,), -1e30, tl.float32)
+        total = tl.zeros((ROW_TILE,), tl.float32)
         parts = runs * (KEY_TILE // C.PART)
         for part in range(0, parts, PARTS):
             i = part + tl.arange(0, PARTS)
-            at = (of_row // C.PART + i)[:, None] * padded + h[None]
+            at = (before // C.PART + i)[:, None] * padded + row[None]
             m = tl.load(peaks + at, mask=(i < parts)[:, None], other=-1e30)
             s = tl.load(sums + at, mask=(i < parts)[:, None], other=0.0)
             new = tl.maximum(peak, tl.max(m, 0))
             total = total * tl.exp(peak - new) + tl.sum(s * tl.exp(m - new[None]), 0)
             peak = new
-        acc = tl.zeros((HEAD_TILE, COLUMNS), tl.float32)
+        acc = tl.zeros((ROW_TILE, COLUMNS), tl.float32)
         each = (runs + splits - 1) // splits
         # from 0: build 1.0.0 dies of another first run
         for done in range(0, tl.minimum(each, runs - split * each)):
             run = split * each + done
-            number, at, count = run_at(
+            number, at, position, count = run_at(
                 of_request, start + run, begin, limit, pages.page, pages.count, KEY_TILE
             )
-            of_score = scores + (of_row + run * KEY_TILE + j)[:, None] * padded + h[None]
-            z = logits(tl.load(of_score), count, scale, KEY_TILE)
+            z = tl.load(scores + (before + run * KEY_TILE + j)[:, None] * padded + row[None])
+            last = base - 1 - position
+            z = logits(z, count, last, row, heads, window, scale, C.MASK, KEY_TILE)
             of_key = key + number * pages.key_page + (at + j)[:, None] * pages.key_row + d[None]
             v = tl.load(of_key, mask=j[:, None] < count, other=0.0)
-            p = tl.exp(z - peak[None]).to(v.dtype)  # [KEY_TILE, HEAD_TILE]
+            p = tl.exp(z - peak[None]).to(v.dtype)  # [KEY_TILE, ROW_TILE]
             acc = tl.dot(tl.trans(p), v, acc)
         denominator = total
+        there = tl.load(of_group + TOKENS) * heads
         if C.SINKS:
             if C.WHOLE:
-                sink = tl.load(sinks + h)
+                sink = tl.load(sinks + row)
             else:
-                sink = tl.load(sinks + h, mask=h < heads, other=0.0)
+                sink = tl.load(sinks + row, mask=row < there, other=0.0)
             denominator += tl.exp(sink.to(tl.float32) - peak)
         # without a key the sums are 0, and so is the result
-        denominator = tl.where(denominator > 0, denominator, 1.0)[:, None]
-        x = (acc / denominator).to(out.dtype.element_ty)
+        denominator = tl.where(denominator > 0, denominator, 1.0)
         log = peak + tl.log(tl.where(total > 0, total, 1.0))
         log = tl.where(total > 0, log, float("-inf"))
-        to = row.to(tl.int64) * out_row + split * out_split
-        of_out = out + to + h[:, None] * out_head + d[None]
-        of_lse = lse + row.to(tl.int64) * heads + h
+        if not C.WHOLE:
+            # a token that its request does not have
+            seeing = row < tl.load(of_group + USED) * heads
+            denominator = tl.where(seeing, denominator, float("inf"))
+            log = tl.where(seeing, log, float("-inf"))
+        x = (acc / denominator[:, None]).to(out.dtype.element_ty)
+        token = tl.load(of_group + FIRST).to(tl.int64)
+        of_out = out + token * out_row + split.to(tl.int64) * out_split
+        of_out += row[:, None] * out_head + d[None]
+        of_lse = lse + token * heads + row
         if C.WHOLE:
             tl.store(of_out, x)
             tl.store(of_lse, log)
         else:
-            tl.store(of_out, x, mask=h[:, None] < heads)
-            tl.store(of_lse, log, mask=h < heads)
+            tl.store(of_out, x, mask=row[:, None] < there)
+            tl.store(of_lse, log, mask=row < there)
 
 
-@entry.jit(do_not_specialize=["rows", "heads", "splits", "part", "out_row", "out_head"])
+@entry.jit(do_not_specialize=["rows", "heads", "splits", "out_row", "out_head"])
 def merge(
     parts,
     out,
     rows,
     heads,
     splits,
-    part,
     out_row,
     out_head,
     LATENT: tl.constexpr,
 ):
-    """The sum of so many [rows, heads, LATENT], `part` numbers apart."""
+    """The sum of so many [rows, heads, LATENT]."""
     d = tl.arange(0, LATENT)
     for work in range(tl.program_id(0), rows * heads, tl.num_programs(0)):
         acc = tl.zeros((LATENT,), tl.float32)
         for split in range(0, splits):
-            at = split.to(tl.int64) * part + work.to(tl.int64) * LATENT
-            acc += tl.load(parts + at + d)
+            acc += tl.load(parts + (split.to(tl.int64) * rows * heads + work) * LATENT + d)
         to = (work // heads).to(tl.int64) * out_row + work % heads * out_head
         tl.store(out + to + d, acc.to(out.dtype.element_ty))
 
@@ -389,64 +440,77 @@ def unsupported(**x: Unpack[Arguments]) -> str | None:
     return None
 
 
-def _span(page: int) -> int:
+def _span(page: int, each: int) -> int:
     """The most keys of a run."""
-    return 64 if page <= 64 else 128
+    return 64 if page <= 64 or each > 1 else 128
 
 
-def _weighing(span: int, heads: int, size: int, rotary: int) -> tune.Config:
-    """The least tile that covers the heads, or the largest that fits, and divides a run."""
+def _has_room(config: tune.Config, each: int) -> bool:
+    """Whether UB holds the masks of so many tokens beside a tile."""
+    return each == 1 or config.tiles["ROW_TILE"] * config.tiles["KEY_TILE"] <= MASKED
+
+
+def _each(x: Arguments) -> int:
+    """How many tokens of a request share the keys that a core loads: a tile has 128 rows at most.
+    Of packed ones, as many as the requests have on average."""
+    requests, tokens, heads, _, _ = _sizes(x)
+    mean = -(-tokens // max(requests, 1)) if is_packed(x["input_layout"]) else tokens
+    return max(min(mean, MOST_ROWS // max(heads, 1)), 1)
+
+
+def _weighing(span: int, each: int, rows: int, size: int, rotary: int) -> tune.Config:
+    """The least tile that covers the rows, or the largest that fits, and divides a run."""
     kernel = f"{_OP}.weigh"
     fitting = [
         config
         for config in tune.TABLE[kernel]
         if span % config.tiles["KEY_TILE"] == 0
+        and _has_room(config, each)
         and not tiling.weigh_overflow(
-            config.tiles["HEAD_TILE"], config.tiles["KEY_TILE"], size, rotary
+            config.tiles["ROW_TILE"], config.tiles["KEY_TILE"], size, rotary
         )
     ]
-    return tune.choose(kernel, tune.ranked(fitting, "HEAD_TILE", heads), size, rotary)
+    return tune.choose(kernel, tune.ranked(fitting, "ROW_TILE", rows), size, rotary)
 
 
 def _accumulating(
-    rows: int, padded: int, size: int, runs: int, span: int
+    groups: int, each: int, padded: int, size: int, runs: int, span: int, most: int
 ) -> tuple[tune.Config, int]:
-    """The tiles, and over how many programs the keys of a token are spread, that load the least on
-    the core with the most to do: of a key, a core loads a piece of the row, and its vector units
-    the scores of a tile of heads; of a part of the output, twice a number of 32 bits.  For the
-    same number of cores on every machine, and so with the same result."""
+    """The tiles, and over how many programs (`most` of them) the keys of a group are spread, that
+    load the least on the core with the most to do: of a key, a core loads a piece of the row, and
+    its vector units the scores of a tile; of a part of the output, twice a number of 32 bits.  For
+    the same number of cores on every machine, and so with the same result."""
     kernel = f"{_OP}.accumulate"
 
     def loaded(config: tune.Config, splits: int) -> int:
-        heads, pieces = config.tiles["HEAD_TILE"], config.tiles["PIECES"]
-        turns = -(-rows * (padded // heads) * pieces * splits // tiling.A3.cube_cores)
-        keys = -(-runs // splits) * span * max(2 * size // pieces, 4 * heads)
-        merged = 8 * rows * padded * size * splits // tiling.A3.cube_cores if splits > 1 else 0
-        return turns * (keys + 16 * runs * heads) + merged
+        rows, pieces = config.tiles["ROW_TILE"], config.tiles["PIECES"]
+        turns = -(-groups * (padded // rows) * pieces * splits // tiling.A3.cube_cores)
+        keys = -(-runs // splits) * span * max(2 * size // pieces, 4 * rows)
+        merged = 8 * groups * padded * size * splits // tiling.A3.cube_cores if splits > 1 else 0
+        return turns * (keys + 16 * runs * rows) + merged
 
     def shares(config: tune.Config) -> int:
-        return min(range(1, min(runs, MOST_SPLITS) + 1), key=lambda n: loaded(config, n))
+        return min(range(1, max(min(runs, most), 1) + 1), key=lambda n: loaded(config, n))
 
     fitting = [
         config
         for config in tune.TABLE[kernel]
         if config.tiles["KEY_TILE"] == span
-        and padded % config.tiles["HEAD_TILE"] == 0
+        and _has_room(config, each)
+        and padded % config.tiles["ROW_TILE"] == 0
         and size % (16 * config.tiles["PIECES"]) == 0
-        and not tiling.accumulate_overflow(
-            config.tiles["HEAD_TILE"], size // config.tiles["PIECES"]
-        )
+        and not tiling.accumulate_overflow(config.tiles["ROW_TILE"], size // config.tiles["PIECES"])
     ]
     ranked = sorted(fitting, key=lambda config: loaded(config, shares(config)))
     chosen = tune.choose(kernel, ranked, size)
     return chosen, shares(chosen)
 
 
-def _most_runs(x: Arguments, page: int, columns: int, span: int) -> int:
-    """That a token sees."""
+def _most_runs(x: Arguments, page: int, columns: int, span: int, each: int) -> int:
+    """That a group sees."""
     a_page = -(-page // span)
     if x["sparse_mode"] == 4:
-        seen = min(x["pre_tokens"] + 1, page * columns)
+        seen = min(x["pre_tokens"] + each, page * columns)
         touched = min((seen + page - 2) // page + 1, columns)
         return min(touched * a_page, seen // span + 2 * touched)
     return columns * a_page
@@ -471,33 +535,43 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         qr = with_heads(x["query_rope"], layout, heads).reshape(rows, heads, rope)
         kr = pages_of(x["key_rope"])
 
-    noted = memory.empty((rows, NOTED.value), torch.int32, device)
+    each = _each(x)
+    if each > 1:  # a tile goes on from token to token
+        q, qr = q.contiguous(), qr.contiguous()
+        sinks = None if sinks is None else sinks.expand(each, heads).contiguous()
+    groups = min(rows, rows // each + requests + 1) if packed else requests * -(-tokens // each)
+    noted = memory.empty((groups, NOTED.value), torch.int32, device)
     lengths, key_lengths = x["actual_seq_qlen"], ragged.int32(x["actual_seq_kvlen"])
-    note[(min(rows, cores.vector()),)](
+    window = min(x["pre_tokens"], ragged.LONGEST)
+    mask = {0: NONE, 3: CAUSAL, 4: BAND}[x["sparse_mode"]].value
+    note[(min(groups, cores.vector()),)](
         noted,
         key_lengths if lengths is None else ragged.int32(lengths),
         key_lengths,
-        rows,
+        groups,
         tokens,
         requests,
         reach,
-        min(x["pre_tokens"], ragged.LONGEST),
+        window,
         PACKED=packed,
         LENGTHS=lengths is not None,
-        CAUSAL=x["sparse_mode"] != 0,
-        WINDOW=x["sparse_mode"] == 4,
+        MASK=mask,
+        EACH=each,
         **tune.only(f"{_OP}.note").keywords,
     )
-    span = _span(key.shape[1])
-    weighing = _weighing(span, heads, rank, rope)
-    head_tile, part = weighing.tiles["HEAD_TILE"], weighing.tiles["KEY_TILE"]
-    padded = tiling.up(heads, head_tile)
-    runs = _most_runs(x, key.shape[1], columns, span)
+    span = _span(key.shape[1], each)
+    weighing = _weighing(span, each, each * heads, rank, rope)
+    row_tile, part = weighing.tiles["ROW_TILE"], weighing.tiles["KEY_TILE"]
+    padded = tiling.up(each * heads, row_tile)
+    runs = _most_runs(x, key.shape[1], columns, span, each)
     wide = runs * span
-    at_once = tiling.at_once(rows, wide * padded * 4)
-    splits = two_passes.splits(at_once, padded // head_tile, head_tile, wide, part)
-    accumulating, shares = _accumulating(at_once, padded, rank, runs, span)
-    pieces = padded // accumulating.tiles["HEAD_TILE"] * accumulating.tiles["PIECES"] * shares
+    at_once = tiling.at_once(groups, wide * padded * 4)
+    splits = two_passes.splits(at_once, padded // row_tile, row_tile, wide, part)
+    most = PARTS_BYTES // (rows * heads * rank * 4)
+    accumulating, shares = _accumulating(
+        at_once, each, padded, rank, runs, span, min(most, MOST_SPLITS)
+    )
+    pieces = padded // accumulating.tiles["ROW_TILE"] * accumulating.tiles["PIECES"] * shares
     scores = memory.empty((at_once, wide, padded), torch.float32, device)
     peaks, sums = (
         memory.empty((at_once, wide // part, padded), torch.float32, device) for _ in range(2)
@@ -506,12 +580,17 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     flat = out.view(heads, rows, rank).transpose(0, 1) if turned else out.view(rows, heads, rank)
     parts = flat[None]
     if shares > 1:
-        parts = memory.empty((shares, at_once, heads, rank), torch.float32, device)
+        parts = memory.empty((shares, rows, heads, rank), torch.float32, device)
+    elif turned and each > 1:
+        parts = memory.empty((1, rows, heads, rank), dtype, device)
     pages = (table.stride(0), *key.shape[:2], *key.stride()[:2], *kr.stride()[:2])
+    flags = dict(
+        LATENT=rank, MASK=mask if each > 1 else NONE.value, WHOLE=each * heads == padded == heads
+    )
     table = ragged.int32(table)
-    for first in range(0, rows, at_once):
-        count = min(at_once, rows - first)
-        weigh[(min(count * padded // head_tile * splits, cores.cube()),)](
+    for first in range(0, groups, at_once):
+        count = min(at_once, groups - first)
+        weigh[(min(count * padded // row_tile * splits, cores.cube()),)](
             q,
             qr,
             key,
@@ -527,14 +606,14 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
             heads,
             padded,
             splits,
+            window,
             *q.stride()[:2],
             *qr.stride()[:2],
             *pages,
             x["softmax_scale"],
-            LATENT=rank,
             ROTARY=rope,
-            WHOLE=heads == padded,
             SPAN=span,
+            **flags,
             **weighing.keywords,
         )
         accumulate[(min(count * pieces, cores.cube()),)](
@@ -545,36 +624,37 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
             table,
             noted,
             lse if sinks is None else sinks,
-            parts if shares > 1 else flat[first:],
-            lse[first:],
+            parts,
+            lse,
             first,
             count,
             wide,
             heads,
             padded,
             shares,
+            window,
             *parts.stride()[1:3],
             parts.stride(0),
             *pages,
             x["softmax_scale"],
-            LATENT=rank,
             SINKS=sinks is not None,
-            WHOLE=heads == padded,
             PART=part,
+            **flags,
             **accumulating.keywords,
         )
-        if shares > 1:
-            merge[(min(count * heads, cores.vector()),)](
-                parts,
-                flat[first:],
-                count,
-                heads,
-                shares,
-                parts.stride(0),
-                *flat.stride()[:2],
-                LATENT=rank,
-                **tune.only(f"{_OP}.merge").keywords,
-            )
+    if shares > 1:
+        merge[(min(rows * heads, cores.vector()),)](
+            parts,
+            flat,
+            rows,
+            heads,
+            shares,
+            *flat.stride()[:2],
+            LATENT=rank,
+            **tune.only(f"{_OP}.merge").keywords,
+        )
+    elif turned and each > 1:
+        flat.copy_(parts[0])
     return out, _returned(lse, x, lse_shape)
 
 

@@ -133,6 +133,7 @@ _OLDEST = {
     "lightning_indexer.scores": "the last keys of a row are stored with a mask; 1.2.0 shares no"
     " store without one",
     "block_indexer.scores": "the maxima of a block leave its loop and are stored with a mask",
+    "fused_infer_attention_score_v2.weigh": "the masks of several tokens, made of a vector of rows",
     "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
     "chunk_gated_delta_rule.walk": _CARRIED,
     "chunk_gated_delta_rule.outputs": _TAIL,

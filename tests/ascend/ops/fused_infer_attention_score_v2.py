@@ -158,11 +158,20 @@ CASES = (
     *(
         Case(
             OP,
-            f"{n} heads, 24 tokens, pages of {page}",
-            paged([24], [60], n, page, sizes=(64, 0)),
+            f"{n} heads, 24 requests, pages of {page}",
+            paged([1] * 24, [60] * 24, n, page, sizes=(64, 0)),
         )
         for n in (8, 16, 32, 64, 128)
         for page in (64, 128)
+    ),
+    *(
+        Case(OP, f"{n} heads, {tokens} tokens each", paged([tokens, 3], [300, 70], n))
+        for n, tokens in ((8, 2), (8, 16), (16, 9), (32, 4), (64, 2))
+    ),
+    Case(
+        OP,
+        "a window of 70, 16 heads, 9 tokens each",
+        paged([9, 2], [300, 70], 16, layout="TND", mode=4, window=69),
     ),
     Case(OP, "BSH, 20 heads", paged([2, 1], [300, 17], 20, layout="BSH")),
     Case(OP, "BSND_NBSD, 96 heads", paged([2, 0, 1], [150, 9, 3], 96, layout="BSND_NBSD")),
