@@ -135,7 +135,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
             {"set_workspace_multibuffer": 2},
         )
         for keys in (128, 64)
-        for pieces, most in ((2, 128), (4, 32))
+        for pieces, most in ((2, keys), (4, 32))
         for rows in (128, 64, 32, 16, 8)
         if rows <= most
     ),

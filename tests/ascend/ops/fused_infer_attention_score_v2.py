@@ -159,7 +159,7 @@ CASES = (
         Case(
             OP,
             f"{n} heads, 24 requests, pages of {page}",
-            paged([1] * 24, [60] * 24, n, page, sizes=(64, 0)),
+            paged([1] * 24, [60] * 24, n, page),
         )
         for n in (8, 16, 32, 64, 128)
         for page in (64, 128)
@@ -235,4 +235,172 @@ CASES = (
         ),
     ),
 )
-CONTROLS: tuple[Control, ...] = ()
+# a note, a round's two passes, and what adds up the parts of the keys
+LAUNCHES = {"16 heads": 4, "several rounds": 8, "TND, 133 requests": 3}
+CONTROLS = tuple(
+    Control(title, OP[4:], old, new, case)
+    for title, old, new, case in (
+        (
+            "the page past the last is read",
+            "(number < pages)",
+            "(number <= pages)",
+            "absent pages",
+        ),
+        (
+            "an absent page is the first one",
+            "there = tl.where(exists, tl.maximum(end - first, 0), 0)",
+            "there = tl.maximum(end - first, 0)",
+            "absent pages",
+        ),
+        (
+            "a run goes on behind its page",
+            "tl.minimum(tl.minimum(limit - column * page, page), passed + SPAN)",
+            "tl.minimum(limit - column * page, passed + SPAN)",
+            "pages of 48, 4 heads",
+        ),
+        (
+            "keys ahead of a window are read",
+            "first = tl.maximum(begin - column * page, passed)",
+            "first = passed",
+            "a window of 100, pages of 512",
+        ),
+        (
+            "pages in 32 bits",
+            "return tl.where(exists, number, 0).to(tl.int64), first",
+            "return tl.where(exists, number, 0), first",
+            "pages far apart",
+        ),
+        (
+            "a key too many of a group",
+            "limit = base + used - 1",
+            "limit = base + used",
+            "16 heads, 9 tokens each",
+        ),
+        (
+            "a key too few of a token",
+            "base = base - left + 1",
+            "base = base - left",
+            "16 heads",
+        ),
+        (
+            "a token sees the next one's key",
+            "ahead <= 0",
+            "ahead <= 1",
+            "16 heads, 9 tokens each",
+        ),
+        (
+            "a token of a group sees the last key of no window",
+            "ahead >= -window",
+            "ahead > -window",
+            "a window of 70, 16 heads, 9 tokens each",
+        ),
+        (
+            "a window is a key shorter",
+            "tl.maximum(base - 1 - window, 0)",
+            "tl.maximum(base - window, 0)",
+            "a window of 1",
+        ),
+        (
+            "64 requests at most",
+            "for start in range(0, requests, PIECE)",
+            "for start in range(0, 1, PIECE)",
+            "TND, 133 requests",
+        ),
+        (
+            "a request begins where the one before it ends",
+            "begins = tl.max(tl.where(before, ends",
+            "begins = tl.max(tl.where(number[None, :] == number[:, None] - 1.0, ends",
+            "sums that fall",
+        ),
+        (
+            "the 65th request begins at the first token",
+            "begins = tl.maximum(begins, latest)",
+            "begins = tl.maximum(begins, 0.0)",
+            "TND, 133 requests",
+        ),
+        (
+            "groups of the first 64 requests forgotten",
+            "count[None, :], 0.0), 1) + passed",
+            "count[None, :], 0.0), 1)",
+            "TND, 133 requests",
+        ),
+        (
+            "tokens of no request are left as they are",
+            "count = tl.minimum(tl.where(inside, left, tokens - token), EACH)",
+            "count = tl.minimum(tl.where(inside, left, 0), EACH)",
+            "TND, 12 heads, lengths 0 and fewer than tokens, spare tokens",
+        ),
+        (
+            "tokens that a request does not have see its keys",
+            "seeing = row < tl.load(of_group + USED) * heads",
+            "seeing = row < tl.load(of_group + TOKENS) * heads",
+            "8 heads, 16 tokens each",
+        ),
+        (
+            "the last runs of a part forgotten",
+            "each = (runs + splits - 1) // splits",
+            "each = runs // splits",
+            "5000 keys, one token",
+        ),
+        (
+            "the last tiles of a part forgotten",
+            "each = (runs * TILES + splits - 1) // splits",
+            "each = runs * TILES // splits",
+            "5000 keys, one token",
+        ),
+        (
+            "the first part alone",
+            "for split in range(0, splits):",
+            "for split in range(0, 1):",
+            "5000 keys, one token",
+        ),
+        (
+            "only the first parts' statistics",
+            "for part in range(0, parts, PARTS)",
+            "for part in range(0, PARTS, PARTS)",
+            "5000 keys, one token",
+        ),
+        (
+            "scores of another round's group",
+            "noted + (first + group).to(tl.int64) * NOTED\n        token",
+            "noted + group.to(tl.int64) * NOTED\n        token",
+            "several rounds",
+        ),
+        (
+            "values of another round's group",
+            "noted + (first + group).to(tl.int64) * NOTED\n        of_request",
+            "noted + group.to(tl.int64) * NOTED\n        of_request",
+            "several rounds",
+        ),
+        (
+            "a score that overflows",
+            "p = tl.exp(z - peak[None])",
+            "p = tl.exp(z - tl.minimum(peak, 40.0)[None])",
+            "scores far apart",
+        ),
+        (
+            "a maximum of at least 0",
+            "peak = tl.maximum(tl.max(z, 0), -1e30)",
+            "peak = tl.maximum(tl.max(z, 0), 0.0)",
+            "scores that underflow",
+        ),
+        (
+            "a maximum of parts of at least 0",
+            "peak = tl.full((ROW_TILE,), -1e30, tl.float32)",
+            "peak = tl.full((ROW_TILE,), 0.0, tl.float32)",
+            "scores that underflow",
+        ),
+        (
+            "a sink is no score",
+            "tl.exp(sink.to(tl.float32) - peak)",
+            "tl.exp(sink.to(tl.float32))",
+            "20 heads, sinks of 16 bits",
+        ),
+        (
+            "heads come behind the tokens",
+            'turned = layout in ("TND_NTD", "BSND_NBSD")',
+            'turned = layout in ("TND_NTD",)',
+            "BSND_NBSD, 96 heads",
+        ),
+    )
+)
