@@ -126,9 +126,9 @@ def _attentions() -> Iterator[Choice]:
     wanted = dict(Q_TILE=128)
     yield Choice("fused_attention", "forward", given, "attend", wanted)
 
-    # 8 pages of 128 keys go to all cores, in tiles of 64; two tokens of 16 heads share them
+    # 24 pages of 128 keys go to all cores; several tokens of 16 heads share them
     key = _t(8, 128, 1, 512)
-    given = dict(key=key, value=key, block_table=_whole(1, 16), actual_seq_kvlen=_whole(1))
+    given = dict(key=key, value=key, block_table=_whole(1, 24), actual_seq_kvlen=_whole(1))
     given |= dict(num_query_heads=16, num_key_value_heads=1, softmax_scale=1.0, sparse_mode=3)
     given |= dict(input_layout="BSND", pre_tokens=0, return_softmax_lse=False)
     for tokens, kernel, wanted in (
