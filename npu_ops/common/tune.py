@@ -122,6 +122,24 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "sparse_flash_attention.collect": (Config({"ROWS": 32, "PIECE": 1024}),),
     "sparse_flash_attention.weigh": _WEIGH,
     "sparse_flash_attention.accumulate": _ACCUMULATE,
+    "fused_infer_attention_score_v2.note": (Config({"PIECE": 64}),),
+    # a row is one of a head; keys of small pages, and those that several tokens share,
+    # come in runs of 64
+    "fused_infer_attention_score_v2.weigh": tuple(
+        Config({"ROW_TILE": rows, "KEY_TILE": keys}, {"set_workspace_multibuffer": 2})
+        for rows, keys in ((8, 64), (16, 64), (32, 64), (64, 128), (64, 32), (128, 64), (128, 32))
+    ),
+    "fused_infer_attention_score_v2.accumulate": tuple(
+        Config(
+            {"ROW_TILE": rows, "KEY_TILE": keys, "PIECES": pieces, "PARTS": 8},
+            {"set_workspace_multibuffer": 2},
+        )
+        for keys in (128, 64)
+        for pieces, most in ((2, keys), (4, 32))
+        for rows in (128, 64, 32, 16, 8)
+        if rows <= most
+    ),
+    "fused_infer_attention_score_v2.merge": (Config({}),),
     "sparse_attn_sharedkv.note": (Config({"PIECE": 128}),),
     "sparse_attn_sharedkv.collect": (Config({"ROWS": 32, "PIECE": 1024}),),
     # more heads or keys: no UB is left for what 1.0.0 and 1.2.0 hold of the output

@@ -126,6 +126,20 @@ def _attentions() -> Iterator[Choice]:
     wanted = dict(Q_TILE=128)
     yield Choice("fused_attention", "forward", given, "attend", wanted)
 
+    # 24 pages of 128 keys go to all cores; several tokens of 16 heads share them
+    key = _t(8, 128, 1, 512)
+    given = dict(key=key, value=key, block_table=_whole(1, 24), actual_seq_kvlen=_whole(1))
+    given |= dict(num_query_heads=16, num_key_value_heads=1, softmax_scale=1.0, sparse_mode=3)
+    given |= dict(input_layout="BSND", pre_tokens=0, return_softmax_lse=False)
+    for tokens, kernel, wanted in (
+        (1, "weigh", dict(ROW_TILE=16, KEY_TILE=64, programs=24)),
+        (1, "accumulate", dict(ROW_TILE=16, KEY_TILE=128, programs=24)),
+        (2, "weigh", dict(ROW_TILE=32, KEY_TILE=64, programs=24)),
+        (9, "weigh", dict(ROW_TILE=128, KEY_TILE=32, programs=24)),
+    ):
+        filling = given | dict(query=_t(1, tokens, 16, 512))
+        yield Choice("fused_infer_attention_score_v2", "forward", filling, kernel, wanted)
+
     query, key, rope = _t(1, 1, 16, 512), _t(1, 64, 1, 512), _t(1, 1, 16, 64)
     given = dict(query=query, key=key, query_rope=rope, key_rope=_t(1, 64, 1, 64))
     given |= dict(sparse_indices=_whole(1, 1, 1, 8), scale_value=1.0, sparse_block_size=1)

@@ -35,6 +35,7 @@ NUMBERING = (
     "sparse_flash_attention.collect",
     "chunk_gated_delta_rule_grad.places",
     "chunk_kda_grad.places",
+    "fused_infer_attention_score_v2.note",
     "sparse_attn_sharedkv.note",
     "sparse_attn_sharedkv.collect",
 )

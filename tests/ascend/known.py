@@ -77,6 +77,9 @@ _SCALAR = {
     "narrow_rows.query_heads": "one scale a token, beside tiles of heads",
     "narrow_rows.index_heads": "one scale a token, beside tiles of heads",
     "sparse_flash_attention.collect": "two indices a copy of two rows",
+    "fused_infer_attention_score_v2.note": "what a token sees, a few numbers each",
+    "fused_infer_attention_score_v2.weigh": "the page of a tile of keys, which is one copy",
+    "fused_infer_attention_score_v2.accumulate": "the page of a tile of keys, which is one copy",
     "sparse_attn_sharedkv.note": "what a token sees, a few numbers each",
     "sparse_attn_sharedkv.collect": "two slots a copy of two rows",
     "sparse_attn_sharedkv.attend": "the run of a tile of keys, which is one copy",
@@ -130,6 +133,7 @@ _OLDEST = {
     "lightning_indexer.scores": "the last keys of a row are stored with a mask; 1.2.0 shares no"
     " store without one",
     "block_indexer.scores": "the maxima of a block leave its loop and are stored with a mask",
+    "fused_infer_attention_score_v2.weigh": "the masks of several tokens, made of a vector of rows",
     "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
     "chunk_gated_delta_rule.walk": _CARRIED,
     "chunk_gated_delta_rule.outputs": _TAIL,
@@ -186,7 +190,11 @@ _REPEAT = (
             " 1.1.0 in a square tile as well), those of heads by keys by the older ones alone",
             ("1.0.0", "1.1.0"),
         )
-        for kernel in ("sparse_flash_attention.accumulate", "sparse_attn_sharedkv.accumulate")
+        for kernel in (
+            "sparse_flash_attention.accumulate",
+            "sparse_attn_sharedkv.accumulate",
+            "fused_infer_attention_score_v2.accumulate",
+        )
     ),
 )
 _UPDATE = "fused_sigmoid_gating_delta_rule_update.update"

@@ -164,6 +164,23 @@ def _attentions() -> Iterator[Limit]:
     both = paged | dict(key=_apart(2, 1024), key_rope=_apart(2, 1024), query_rope=_t(1, 1, 1, 64))
     yield Limit(file, both, dict(key_rope=_apart(2, 2048)), "different strides in rows")
 
+    file = "fused_infer_attention_score_v2"
+    given = dict(
+        query=_t(1, 1, 16, 512),
+        key=_t(2, 128, 1, 512),
+        key_rope=None,
+        block_table=_t(1, MOST // 128),
+        actual_seq_kvlen=_t(1),
+        input_layout="BSND",
+        num_query_heads=16,
+    )
+    yield Limit(file, given, dict(block_table=_t(1, MOST // 128 + 1)), far)
+    yield Limit(file, given, dict(query=_t(1, 1, 16, 48)), "head sizes 48 and 0")
+    yield Limit(file, given, dict(query=_t(1, 1, 16, 0)), "head sizes 0 and 0")
+    yield Limit(file, given, dict(key_rope=_t(2, 128, 1, 24)), "head sizes 512 and 24")
+    roped = given | dict(key_rope=_t(2, 128, 1, 1120))
+    yield Limit(file, roped, dict(key_rope=_t(2, 128, 1, 1136)), "KiB of")
+
     file = "sparse_attention_score"
     given = dict(
         query=_t(1, 4, 64),

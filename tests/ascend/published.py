@@ -79,6 +79,30 @@ def decode(keys: int, chosen: int, requests: int = 1, heads: int = HEADS) -> Mak
     return make
 
 
+def latents(keys: int, heads: int) -> Make:
+    """One request's decode over all latents, in CANN's pages."""
+
+    def make(x: Inputs) -> Arguments:
+        pages = -(-keys // PAGE)
+        key = x.normal(pages, PAGE, 1, LATENT)
+        return dict(
+            query=x.normal(1, 1, heads, LATENT),
+            key=key,
+            value=key,
+            query_rope=x.normal(1, 1, heads, ROTARY),
+            key_rope=x.normal(pages, PAGE, 1, ROTARY),
+            actual_seq_kvlen=x.ints([keys]),
+            block_table=x.ints(torch.arange(pages)[None]),
+            num_query_heads=heads,
+            num_key_value_heads=1,
+            softmax_scale=0.07,
+            input_layout="BSND",
+            sparse_mode=3,
+        )
+
+    return make
+
+
 def states(requests: int) -> Make:
     """One state a request: what two share is read out of the cache."""
 
@@ -155,6 +179,14 @@ FIGURES = (
         decode(4096, 2048, 256, 16),
         card="910B4",
         times=16,
+    ),
+    Figure(
+        "dense decode over latents, 16 heads, 3586 keys",
+        dict(AscendC=35.4),
+        _WHEEL,
+        "npu_fused_infer_attention_score_v2",
+        latents(3586, 16),
+        card="910B4",
     ),
     Figure(
         "dense prefill, 8193 x 16 heads of 192 and 128",
