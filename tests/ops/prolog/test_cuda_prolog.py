@@ -83,7 +83,7 @@ def test_no_rotary_part(op):
 
 
 @kernels
-@pytest.mark.parametrize("op", ["mla_prolog", "indexer_prolog"])
+@pytest.mark.parametrize("op", ["mla_prolog", "mla_prolog_plain", "indexer_prolog"])
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_both_rotations(op, interleaved):
     check(op, layer(2, 2), DTYPES[0], "nz", rope_interleaved=interleaved)
