@@ -17,11 +17,11 @@ from .stages import called
 P = 16
 MLA = "x w_dq w_uq_qr w_uk w_dkv_kr gamma_cq gamma_ckv sin cos kv_cache kr_cache cache_index"
 INDEX = "x query_norm w_idx_qb w_idx_k w_idx_proj in_gamma_k in_beta_k sin cos index_k_cache"
-# without a query latent
-PLAIN = {"w_dq": None, "gamma_cq": None, "w_uq_qr": "w_q"}
+# without a query latent: what stands for one is the layer's input
+PLAIN = {"x": "query_norm", "w_dq": None, "gamma_cq": None, "w_dkv_kr": "plain_dkv_kr"}
 SHARED = f"{MLA} block_table act_seqs"
 CACHES = ("kv_cache", "kr_cache", "index_k_cache")
-WEIGHTS = ("w_dq", "w_uq_qr", "w_q", "w_dkv_kr", "w_idx_qb", "w_idx_k", "w_idx_proj")
+WEIGHTS = ("w_dq", "w_uq_qr", "plain_dkv_kr", "w_dkv_kr", "w_idx_qb", "w_idx_k", "w_idx_proj")
 
 
 def layer(b, s, *, h=64, ranks=48, n=3, plain=32, rank=64, rotary=16, index=(16, 32), pages=None):
@@ -41,9 +41,9 @@ def layer(b, s, *, h=64, ranks=48, n=3, plain=32, rank=64, rotary=16, index=(16,
         x=normal(b, s, h),
         w_dq=normal(h, ranks, std=h**-0.5),
         w_uq_qr=normal(ranks, n * (plain + rotary), std=ranks**-0.5),
-        w_q=normal(h, n * (plain + rotary), std=h**-0.5),
         w_uk=normal(n, plain, rank, std=plain**-0.5),
         w_dkv_kr=normal(h, rank + rotary, std=h**-0.5),
+        plain_dkv_kr=normal(ranks, rank + rotary, std=ranks**-0.5),
         gamma_cq=normal(ranks),
         gamma_ckv=normal(rank),
         sin=angle.sin().repeat(1, 1, 2),
@@ -103,7 +103,9 @@ def launch(backend: str, op: str, given: dict, weight_format="nz", **options) ->
         rope_interleaved=True,
         index_rope_interleaved=False,
     )
-    every = {name: value for name, value in given.items() if name not in ("query_norm", "w_q")}
+    every = {
+        name: value for name, value in given.items() if name not in ("query_norm", "plain_dkv_kr")
+    }
     if op == "sparse_attention_shared":
         for name in ("layer_norm_eps", "sparse_count", "index_rope_interleaved"):
             del defaults[name]

@@ -113,6 +113,16 @@ GLM5_FLASH = (4096, 1536, 256, 32)  # without a rotary part
 
 
 @gpu
+@pytest.mark.parametrize("heads, h", [(32, 2304), (16, 2048), (4, 2304)], ids=str)
+@pytest.mark.parametrize("tokens", [(1, 1), (2, 2), (33, 1), (100, 1), (1, 300)], ids=str)
+def test_sizes_without_a_query_latent(tokens, heads, h):
+    """Kimi-Linear, DeepSeek-V2-Lite, and a shard."""
+    sizes = dict(ranks=h, n=heads, plain=128, rank=512, rotary=64, index=(16, 128))
+    for form in ("nz", "linear"):
+        check("mla_prolog_plain", layer(*tokens, **sizes), torch.bfloat16, form)
+
+
+@gpu
 @pytest.mark.parametrize(
     "model, heads",
     [
