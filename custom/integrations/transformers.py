@@ -51,7 +51,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 from transformers.models.qwen4_exp import modeling_qwen4_exp  # noqa: E402
 
-from . import block_sparse, deepseek_v4_model, glm5_next  # noqa: E402
+from . import block_sparse, deepseek_v4_model, glm5_next, latent  # noqa: E402
 from .attention import register  # noqa: E402
 from .cached import PagedLayer, refuse_what_differs, takes_cache  # noqa: E402
 from .deepseek_v4 import (  # noqa: E402
@@ -86,8 +86,13 @@ try:  # Ling-3.0, since Transformers 5.24
     from transformers.models.bailing_hybrid import modeling_bailing_hybrid
 except ModuleNotFoundError:
     _LING: tuple[Any, ...] = ()
+    _LATENT: tuple[Any, ...] = (modeling_kimi_linear.KimiLinearAttention,)
 else:
     _LING = (modeling_bailing_hybrid.BailingHybridDeltaAttention,)
+    _LATENT = (
+        modeling_kimi_linear.KimiLinearAttention,
+        modeling_bailing_hybrid.BailingHybridAttention,
+    )
 
 # their functions are not typed
 _qwen3_next: Any = modeling_qwen3_next
@@ -631,6 +636,7 @@ def use(
             (each.attention, block_sparse.attention_forward(each, page_size, drafts))
             for each in (block_sparse.M3, block_sparse.QWEN4)
         ),
+        *((each, latent.attention_forward(each, weight_format, page_size)) for each in _LATENT),
         *_LINEAR,
     ]
     with _entering:
