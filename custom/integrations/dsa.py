@@ -46,7 +46,8 @@ REFUSED: dict[str, str] = {
     ),
     "MiniMaxM3VLAttention": "its indexer selects blocks of keys, and its keys are not latent",
     "MistralLarge4TextAttention": (
-        "it has no query latent, scales its queries by their position and shares other layers' keys"
+        "its queries and its indexer's are projections of the input, scaled by their position, and "
+        "layers share other layers' keys"
     ),
     "Qwen4ExpTextAttention": "its indexer selects blocks of keys, and its keys are not latent",
 }

@@ -338,9 +338,8 @@ BESIDE = {
         *("npu_lightning_indexer", "npu_sparse_flash_attention"),
     ],
     qwen4_exp: ["npu_compressor", "npu_lightning_indexer", "npu_sparse_attention_score"],
-    **dict.fromkeys(
-        (kimi_linear, bailing_hybrid), ["npu_mla_prolog_pto", "npu_fused_infer_attention_score_v2"]
-    ),
+    kimi_linear: ["npu_mla_prolog_pto", "npu_fused_infer_attention_score_v2"],
+    bailing_hybrid: ["npu_mla_prolog_pto", "npu_fused_infer_attention_score_v2"],
 }
 every_linear_model = pytest.mark.parametrize("make", LINEAR, ids=lambda make: make.__name__)
 # the others' own code does not keep documents of a row apart
