@@ -628,15 +628,7 @@ def _layer_v4(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
         if isinstance(x, Tensor) and not name.startswith("dequant_scale_"):
             if x.is_floating_point() and x.element_size() > 1:
                 x = x.to(accumulator(dtype) if name in layer_v4.WIDE else dtype)
-            matrix = name in (
-                "w_dq",
-                "w_uq",
-                "plain_dkv_kr",
-                "w_idx_qb",
-                "w_idx_proj",
-                "w_o_a",
-                "w_o_b",
-            )
+            matrix = name in ("w_dq", "w_uq", "w_kv", "w_idx_qb", "w_idx_proj", "w_o_a", "w_o_b")
             given[name] = laid(x) if laid is not None and matrix else x
     given |= dict(weight_format=case["weights"], sinks=given["sinks"] if case["sinks"] else None)
     if case["kind"] == "CSA":
