@@ -6,7 +6,7 @@ token, absorbed, over pages of latents.
     q = x W_q (or c W_uq)   out = softmax(scale (q_nope W_uk . l + RoPE(q_rope) . k_rope)) l W_uv
 
 Kimi-Linear rotates nothing; Ling gates each head.  Without gradients and with a new DynamicCache,
-or none, on a CPU and on CUDA; elsewhere the model's own code runs.
+or none, on a CPU and, in 16 bits, on CUDA; elsewhere, and with biases, the model's own code runs.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def _layers_of(config: Any) -> list[int]:
 
 def _is_ours(module: Any, x: Tensor, cache: Cache | None) -> bool:
     """Whether the pass is one that the ops serve: see above."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type == "npu":
+    has_kernels = x.device.type == "cpu" or (x.device.type == "cuda" and x.element_size() == 2)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not has_kernels:
         return False
     if module.kv_a_proj_with_mqa.bias is not None:
         return False
