@@ -103,17 +103,15 @@ def _layers_of(config: Any) -> list[int]:
 
 
 def _is_ours(module: Any, x: Tensor, cache: Cache | None) -> bool:
-    """Whether the pass is one that the ops serve: see above."""
+    """Whether the pass is one that the ops serve, see above; once there are pages, they have to."""
+    layer = None if cache is None else cache.layers[module.layer_idx]
+    if isinstance(layer, PagedLayer):
+        return True
     has_kernels = x.device.type == "cpu" or (x.device.type == "cuda" and x.element_size() == 2)
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not has_kernels:
         return False
-    if module.kv_a_proj_with_mqa.bias is not None:
-        return False
-    if cache is None:
-        return True
-    layer = cache.layers[module.layer_idx]
-    new = type(layer) is DynamicLayer and layer.get_seq_length() == 0
-    return new or isinstance(layer, PagedLayer)
+    new = layer is None or (type(layer) is DynamicLayer and layer.get_seq_length() == 0)
+    return new and module.kv_a_proj_with_mqa.bias is None
 
 
 def attention_forward(

@@ -142,6 +142,14 @@ def test_other_passes_run_the_model_s_own_code():
 
 def test_what_is_refused():
     model, inputs = kimi_linear(), ragged()
+    ids = inputs["input_ids"]
+    with use():
+        with torch.no_grad():
+            cache = model(ids, use_cache=True).past_key_values
+        with pytest.raises(RuntimeError, match=r"npu_mla_prolog_pto: .* requires grad"):
+            model(ids[:, :2], past_key_values=cache)
+    with pytest.raises(custom.NotSupported, match=r"is read inside use\(\) alone"):
+        model(ids[:, :1], past_key_values=cache)
     with use(), pytest.raises(custom.NotSupported, match="beam search"):
         greedy(model, inputs, num_beams=2)
     layer = model.model.layers[3].self_attn
