@@ -50,7 +50,9 @@ def peers(function: Callable[..., Any], compiled: bool = True) -> Peers:
 
 def dense(arguments: Arguments) -> Arguments:
     """The same with row-major weights: torch's products know no tiles."""
-    tiled = {n: x for n, x in arguments.items() if n.startswith("weight_") and x.ndim == 4}
+    tiled = {
+        n: x for n, x in arguments.items() if n.startswith("weight_") and getattr(x, "ndim", 0) == 4
+    }
     return arguments | {name: from_nz(weight) for name, weight in tiled.items()}
 
 
