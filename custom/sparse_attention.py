@@ -314,11 +314,11 @@ def npu_sparse_attention_shared_pto(
 @op
 def npu_mla_prolog_pto(
     token_x: Tensor,
-    weight_dq: Tensor,
+    weight_dq: Tensor | None,
     weight_uq_qr: Tensor,
     weight_uk: Tensor,
     weight_dkv_kr: Tensor,
-    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_cq: Tensor | None,
     rmsnorm_gamma_ckv: Tensor,
     rope_sin: Tensor,
     rope_cos: Tensor,
@@ -352,6 +352,11 @@ def npu_mla_prolog_pto(
     query = q_nope W_uk; query_rope = RoPE(q_rope);
     kv_cache[slot] = RMSNorm((x W_dkv_kr)[:R]); kr_cache[slot] = RoPE((x W_dkv_kr)[R:]).
 
+    A model without a query latent (Kimi-Linear, DeepSeek-V2-Lite, most of Ling-3.0) passes None for
+    `weight_dq` and `rmsnorm_gamma_cq`: then [q_nope, q_rope] = x W_uq_qr, `weight_uq_qr` is its
+    query projection [H, N * (Dn + Dr)], there is no query_norm, and weights and caches keep the
+    working dtype.
+
     With weights of 8 bits (`weight_quant_mode`) x and query_norm are quantised before their
     products; with `kv_cache_quant_mode` 3 both caches are one, of rows of 656 bytes. The words are
     those of torch_npu's npu_mla_prolog_v3; docs/quantised.md has the formats.
@@ -361,11 +366,12 @@ def npu_mla_prolog_pto(
     Args:
         token_x: [B, S, H] hidden states; in modes 2 and 4 also int8 or float8_e4m3fn, with
             `dequant_scale_x`.
-        weight_dq: [H, Rq], NZ; int8 in mode 2, float8_e4m3fn in mode 4.
-        weight_uq_qr: [Rq, N * (Dn + Dr)], NZ; int8 in modes 1 and 2, float8_e4m3fn in mode 4.
+        weight_dq: [H, Rq], NZ; int8 in mode 2, float8_e4m3fn in mode 4. None: no query latent.
+        weight_uq_qr: [Rq, N * (Dn + Dr)], NZ; int8 in modes 1 and 2, float8_e4m3fn in mode 4. [H,
+            N * (Dn + Dr)] without a query latent.
         weight_uk: [N, Dn, R], row-major.
         weight_dkv_kr: [H, R + Dr], NZ; as `weight_dq`.
-        rmsnorm_gamma_cq: [Rq].
+        rmsnorm_gamma_cq: [Rq]; None with `weight_dq`.
         rmsnorm_gamma_ckv: [R].
         rope_sin: [B, S, Dr], Dr even; 0: nothing rotates.
         rope_cos: [B, S, Dr].
@@ -399,7 +405,7 @@ def npu_mla_prolog_pto(
 
     Returns:
         query [B, S, N, R], query_rope [B, S, N, Dr] and query_norm [B, S, Rq], dtype of the
-        gammas.
+        gammas; query_norm [0] without a query latent.
 
     Raises:
         ValueError: a shape, stride, device or option does not fit; no cache has been written.
@@ -476,6 +482,10 @@ def npu_mla_prolog_v3(
 
     Args:
         token_x: [B, S, H] or [T, H]; in modes 2 and 4 also quantised, with `dequant_scale_x`.
+        weight_dq: [H, Rq]; int8 in mode 2, float8_e4m3fn in mode 4. Never None, in torch_npu's
+            signature: a model without a query latent calls `npu_mla_prolog_pto`.
+        weight_uq_qr: [Rq, N * (Dn + Dr)]; int8 in modes 1 and 2, float8_e4m3fn in mode 4.
+        rmsnorm_gamma_cq: [Rq].
         rope_sin: [B, S, Dr] or [T, Dr], Dr even; 0: nothing rotates.
         rope_cos: [B, S, Dr] or [T, Dr].
         cache_index: [B, S] or [T] int32 or int64 flat slots; negative or out of range: not written.

@@ -180,6 +180,7 @@ TWINS: dict[str, Twin] = {
             "k_nope_clip_alpha",
             "kv_cache_dtype",
         ),
+        needs=("weight_dq", "rmsnorm_gamma_cq"),
     ),
     "npu_mla_prolog_v3": Twin(
         inputs=_same(

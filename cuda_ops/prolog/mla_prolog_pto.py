@@ -12,6 +12,9 @@ absorption and rotation.
 
 With weights of 8 bits x is quantised in a launch of its own, c with its norm.
 
+Without W_dq, c is x: one product of x has the queries and the latent, and the program a head begins
+at the absorption.
+
     condition                       kernels
     weights or a cache of 8 bits    quantised_stages.py
     else                            nz_matmul.py then stages.py
@@ -31,8 +34,8 @@ from .nz_matmul import product
 from .quantised_matmul import Rows, Weight
 
 
-def unsupported(rmsnorm_gamma_cq: Tensor, **_: object) -> str | None:
-    return stages.unsupported(rmsnorm_gamma_cq)
+def unsupported(weight_uk: Tensor, **_: object) -> str | None:
+    return stages.unsupported(weight_uk)
 
 
 def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,30 +51,29 @@ def v3(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 def with_rows(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
     """Behind the outputs the query norm as its product takes it."""
-    token_x, rmsnorm_gamma_cq, rope_sin = x["token_x"], x["rmsnorm_gamma_cq"], x["rope_sin"]
+    token_x, weight_dq, rmsnorm_gamma_cq = x["token_x"], x["weight_dq"], x["rmsnorm_gamma_cq"]
+    weight_uk, rope_sin, weight_format = x["weight_uk"], x["rope_sin"], x["weight_format"]
     requests, steps, hidden = token_x.shape
-    heads, _, rank = x["weight_uk"].shape
-    ranks, rotary = rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]
-    dtype, device = rmsnorm_gamma_cq.dtype, token_x.device
-    tokens = requests * steps
-    if tokens == 0:
-        query = memory.empty((requests, steps, heads, rank), dtype, device)
-        query_rope = memory.empty((requests, steps, heads, rotary), dtype, device)
-        query_norm = memory.empty((requests, steps, ranks), dtype, device)
-        return (
-            query,
-            query_rope,
-            query_norm,
-            quantised_matmul.none(x["weight_uq_qr"].dtype, query_norm),
-        )
-    if x["weight_quant_mode"] or x["kv_cache_quant_mode"]:
+    heads, plain, rank = weight_uk.shape
+    rotary, tokens = rope_sin.shape[-1], requests * steps
+    shape = (0,) if rmsnorm_gamma_cq is None else (requests, steps, rmsnorm_gamma_cq.shape[0])
+    if tokens and (x["weight_quant_mode"] or x["kv_cache_quant_mode"]):
         return _of_8_bits(**x)
-    query_norm = memory.empty((requests, steps, ranks), dtype, device)
+    query_norm = memory.empty(shape, weight_uk.dtype, token_x.device)
+    query, query_rope = stages.query_room(weight_uk, rope_sin, (requests, steps))
+    if tokens == 0:
+        c = Rows(query_norm)
+        if weight_dq is not None:
+            c = quantised_matmul.none(x["weight_uq_qr"].dtype, query_norm)
+        return query, query_rope, query_norm, c
+    ahead = (x["weight_uq_qr"], heads * (plain + rotary))
+    if weight_dq is not None:
+        ahead = (weight_dq, shape[-1])
     partial = product(
         token_x.view(tokens, hidden),
-        [(x["weight_dq"], ranks), (x["weight_dkv_kr"], rank + rotary)],
-        x["weight_format"],
-        keep_float=True,
+        [ahead, (x["weight_dkv_kr"], rank + rotary)],
+        weight_format,
+        keep_float=weight_dq is not None,
         first=True,
     )
     latent = stages.Latent(
@@ -79,27 +81,34 @@ def with_rows(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
         x["rmsnorm_gamma_ckv"],
         x["kv_cache"],
         x["kr_cache"],
-        query_norm,
+        None if weight_dq is None else query_norm,
         x["rmsnorm_epsilon_cq"],
         x["rmsnorm_epsilon_ckv"],
         x["rope_interleaved"],
     )
-    stages.token_stage(partial, rope_sin, x["rope_cos"], x["cache_index"], latent, None)
-    query, query_rope = stages.query_heads(
-        query_norm.view(tokens, ranks),
-        x["weight_uq_qr"],
-        x["weight_format"],
-        x["weight_uk"],
-        rope_sin,
-        x["rope_cos"],
-        (requests, steps),
-        x["rope_interleaved"],
-    )
+    rope_cos, interleaved = x["rope_cos"], x["rope_interleaved"]
+    stages.token_stage(partial, rope_sin, rope_cos, x["cache_index"], latent, None)
+    if weight_dq is None:
+        stages.query_stage(partial, rope_sin, rope_cos, weight_uk, query, query_rope, interleaved)
+    else:
+        stages.query_heads(
+            query_norm.view(tokens, -1),
+            x["weight_uq_qr"],
+            weight_format,
+            weight_uk,
+            rope_sin,
+            rope_cos,
+            (requests, steps),
+            interleaved,
+            into=(query, query_rope),
+        )
     return query, query_rope, query_norm, Rows(query_norm)
 
 
 def _of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
-    token_x, rmsnorm_gamma_cq, rope_sin = a["token_x"], a["rmsnorm_gamma_cq"], a["rope_sin"]
+    token_x, weight_dq, rope_sin = a["token_x"], a["weight_dq"], a["rope_sin"]
+    rmsnorm_gamma_cq = a["rmsnorm_gamma_cq"]
+    assert weight_dq is not None and rmsnorm_gamma_cq is not None  # the check said so
     shape, hidden = (token_x.shape[0], token_x.shape[1]), token_x.shape[-1]
     heads, plain, rank = a["weight_uk"].shape
     ranks, rotary = rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]
@@ -108,7 +117,7 @@ def _of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
         x,
         {} if a["dequant_scale_x"] is None else {x.dtype: Rows(x, a["dequant_scale_x"])},
         [
-            Weight(a["weight_dq"], ranks, a["dequant_scale_w_dq"]),
+            Weight(weight_dq, ranks, a["dequant_scale_w_dq"]),
             Weight(a["weight_dkv_kr"], rank + rotary, a["dequant_scale_w_dkv_kr"]),
         ],
         a["weight_format"],

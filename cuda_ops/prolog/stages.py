@@ -26,6 +26,9 @@
     condition    kernels
     any          _token_stage
 
+Without a query latent the queries are a product of x too: they stand in the sums in its place, and
+query_stage reads them there.
+
 Rounding to the working dtype happens where the reference rounds: after each product, after each
 norm, after each rotation; the index key is rounded after its LayerNorm only.  rotate(u) with
 u = even and odd columns (interleaved) or halves: out = v cos + (-v[D/2:], v[:D/2]) sin.
@@ -327,11 +330,13 @@ def _token_stage(
     CHAINED: tl.constexpr,
 ):
     """One program: a token and a role (query norm, latent and rotated key, index key).  The sums
-    lie as [Q | R | D | DI | NI], the parts of an op that was not asked for left out."""
+    lie as [Q | R | D | DI | NI], the parts of an op that was not asked for left out.  Without
+    `gamma_cq` the Q are queries, which another kernel reads."""
     LATENT: tl.constexpr = Q + R + D if MLA else 0
     TOTAL: tl.constexpr = LATENT + (DI + NI if INDEX else 0)
+    FIRST: tl.constexpr = (1 if gamma_cq is None else 0) if MLA else 2
     token = tl.program_id(0).to(tl.int64)
-    role = tl.program_id(1) + (0 if MLA else 2)
+    role = tl.program_id(1) + FIRST
     if CHAINED:
         gdc_launch_dependents()
     stride = tl.cast(tokens, tl.int64) * TOTAL
@@ -342,7 +347,7 @@ def _token_stage(
     sin += token * D
     cos += token * D
     if MLA:
-        if role == 0:
+        if gamma_cq is not None and role == 0:
             _store_query_norm(
                 partial, stride, gamma_cq, query_norm + token * Q, eps_cq, Q, RUNS, CHAINED
             )
@@ -523,6 +528,7 @@ def _query_stage(
     DN: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
+    ROW: tl.constexpr,
     RUNS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -532,10 +538,10 @@ def _query_stage(
     BLOCK_H: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Programs [0, absorbers) absorb, the rest rotate.  q [RUNS, T, HEADS (DN + D)]."""
-    TOTAL: tl.constexpr = HEADS * (DN + D)
+    """Programs [0, absorbers) absorb, the rest rotate.  q [RUNS, T, ROW], whose first columns are
+    HEADS (DN + D)."""
     program = tl.program_id(0)
-    run_stride = tl.cast(tokens, tl.int64) * TOTAL
+    run_stride = tl.cast(tokens, tl.int64) * ROW
     if CHAINED:
         gdc_launch_dependents()
     if program < absorbers:
@@ -545,7 +551,7 @@ def _query_stage(
             query,
             program,
             tokens,
-            TOTAL,
+            ROW,
             run_stride,
             HEADS,
             DN,
@@ -567,7 +573,7 @@ def _query_stage(
             sin,
             cos,
             program - absorbers,
-            TOTAL,
+            ROW,
             run_stride,
             HEADS,
             DN + D,
@@ -592,13 +598,14 @@ def _rotation(
     SKIP: tl.constexpr,
     WIDTH: tl.constexpr,
     D: tl.constexpr,
+    ROW: tl.constexpr,
     RUNS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_H: tl.constexpr,
     CHAINED: tl.constexpr,
     LATE: tl.constexpr,
 ):
-    """Heads of q [RUNS, T, HEADS HEAD], without their first SKIP columns."""
+    """Heads of q [RUNS, T, ROW], HEAD columns each, without their first SKIP."""
     if CHAINED:
         gdc_launch_dependents()
         if not LATE:
@@ -609,8 +616,8 @@ def _rotation(
         sin,
         cos,
         tl.program_id(0),
-        HEADS * HEAD,
-        tl.cast(tokens, tl.int64) * (HEADS * HEAD),
+        ROW,
+        tl.cast(tokens, tl.int64) * ROW,
         HEADS,
         HEAD,
         SKIP,
@@ -644,11 +651,11 @@ def unsupported(x: Tensor) -> str | None:
 class Latent:
     """The attention side's share of a token stage; caches and query norm are written."""
 
-    gamma_cq: Tensor
+    gamma_cq: Tensor | None
     gamma_ckv: Tensor
     kv_cache: Tensor
     kr_cache: Tensor
-    query_norm: Tensor
+    query_norm: Tensor | None
     eps_cq: float
     eps_ckv: float
     interleaved: bool
@@ -675,10 +682,13 @@ def token_stage(
     index: Index | None,
 ) -> None:
     """part [RUNS, T, Q + R + D + DI + NI]: norms, rotations, scatters; head weights."""
-    runs, tokens, _ = partial.shape
+    runs, tokens, width = partial.shape
+    rank, rotary = latent.gamma_ckv.shape[0] if latent else 0, sin.shape[-1]
+    size, heads = (index.gamma.shape[0], index.weights.shape[-1]) if index else (0, 0)
+    roles = (0 if latent is None else 1 if latent.gamma_cq is None else 2) + (index is not None)
     cache = latent.kv_cache if latent else index.k_cache
     chained = gpu.has_chained_launch(partial.device)
-    launches.kernel(_token_stage, tokens, (2 if latent else 0) + (1 if index else 0))(
+    launches.kernel(_token_stage, tokens, roles)(
         partial,
         latent and latent.gamma_cq,
         latent and latent.gamma_ckv,
@@ -697,11 +707,11 @@ def token_stage(
         latent.eps_cq if latent else 0.0,
         latent.eps_ckv if latent else 0.0,
         index.eps if index else 0.0,
-        Q=latent.gamma_cq.shape[0] if latent else 0,
-        R=latent.gamma_ckv.shape[0] if latent else 0,
-        D=sin.shape[-1],
-        DI=index.gamma.shape[0] if index else 0,
-        NI=index.weights.shape[-1] if index else 0,
+        Q=width - rank - rotary - size - heads if latent else 0,
+        R=rank,
+        D=rotary,
+        DI=size,
+        NI=heads,
         RUNS=runs,
         MLA=latent is not None,
         INDEX=index is not None,
@@ -812,8 +822,8 @@ def query_stage(
     query_rope: Tensor,
     interleaved: bool,
 ) -> None:
-    """q [RUNS, T, N (DN + D)] -> query [.., N, R], query_rope [.., N, D]."""
-    runs, tokens, _ = q.shape
+    """q [RUNS, T, N (DN + D) ..] -> query [.., N, R], query_rope [.., N, D]."""
+    runs, tokens, row = q.shape
     heads, plain, rank = w_uk.shape
     chained = gpu.has_chained_launch(q.device)
     if hopper_stage.supports(q, w_uk):
@@ -838,6 +848,7 @@ def query_stage(
         DN=plain,
         R=rank,
         D=sin.shape[-1],
+        ROW=row,
         RUNS=runs,
         INTERLEAVED=interleaved,
         BLOCK_T=tiling.tokens,
@@ -868,9 +879,9 @@ def _rotate(
     *,
     late: bool = False,
 ) -> None:
-    """out [.., N, WIDTH] = the heads of q [RUNS, T, N (skip + WIDTH)], their first columns behind
+    """out [.., N, WIDTH] = the heads of q [RUNS, T, N (skip + WIDTH) ..], the first columns behind
     `skip` rotated; `late` as for product."""
-    runs, tokens, _ = q.shape
+    runs, tokens, row = q.shape
     heads, width = out.shape[-2:]
     chained = gpu.has_chained_launch(q.device)
     launches.kernel(_rotation, tokens * cdiv(heads, BLOCK_H))(
@@ -884,6 +895,7 @@ def _rotate(
         SKIP=skip,
         WIDTH=width,
         D=sin.shape[-1],
+        ROW=row,
         RUNS=runs,
         INTERLEAVED=interleaved,
         BLOCK_H=BLOCK_H,

@@ -50,7 +50,9 @@ def peers(function: Callable[..., Any], compiled: bool = True) -> Peers:
 
 def dense(arguments: Arguments) -> Arguments:
     """The same with row-major weights: torch's products know no tiles."""
-    tiled = {n: x for n, x in arguments.items() if n.startswith("weight_") and x.ndim == 4}
+    tiled = {
+        n: x for n, x in arguments.items() if n.startswith("weight_") and getattr(x, "ndim", 0) == 4
+    }
     return arguments | {name: from_nz(weight) for name, weight in tiled.items()}
 
 
@@ -127,8 +129,11 @@ def mla_prolog(**x: Unpack[MlaProlog]) -> tuple[Tensor, Tensor, Tensor]:
     token_x, weight_uk, rmsnorm_gamma_cq = x["token_x"], x["weight_uk"], x["rmsnorm_gamma_cq"]
     rmsnorm_gamma_ckv, rope_sin, rope_cos = x["rmsnorm_gamma_ckv"], x["rope_sin"], x["rope_cos"]
     heads, plain, rank = weight_uk.shape
-    norm = F.rms_norm(token_x @ x["weight_dq"], rmsnorm_gamma_cq.shape, rmsnorm_gamma_cq, 1e-6)
-    q = (norm @ x["weight_uq_qr"]).unflatten(-1, (heads, -1))
+    weight_dq, norm = x["weight_dq"], token_x.new_empty(0)
+    if weight_dq is not None and rmsnorm_gamma_cq is not None:
+        norm = F.rms_norm(token_x @ weight_dq, rmsnorm_gamma_cq.shape, rmsnorm_gamma_cq, 1e-6)
+    c = token_x if weight_dq is None else norm
+    q = (c @ x["weight_uq_qr"]).unflatten(-1, (heads, -1))
     query = torch.einsum("bsnd,ndr->bsnr", q[..., :plain], weight_uk)
     query_rope = rotate(q[..., plain:], rope_sin[:, :, None], rope_cos[:, :, None], True)
     latent = token_x @ x["weight_dkv_kr"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Rows for the DeepSeek-V3.2 layer and its stages, and for GLM-5's sizes of them."""
+"""Rows for the DeepSeek-V3.2 layer and its stages, and for other models' sizes of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Model:
 
     label: str
     h: int
-    rq: int
+    rq: int  # 0: queries are projections of x
     dn: int
     ni: int
     scale: float
@@ -41,7 +41,8 @@ class Model:
 
     def prolog_size(self, n: int) -> tuple[int, int]:
         """Weights of the MLA prolog and of the indexer prolog, in elements."""
-        mla = self.h * (self.rq + R + self.dr) + self.rq * n * (self.dn + self.dr) + n * self.dn * R
+        queries = (self.rq or self.h) * n * (self.dn + self.dr)
+        mla = self.h * (self.rq + R + self.dr) + queries + n * self.dn * R
         return mla, self.rq * self.ni * DI + self.h * (DI + self.ni)
 
 
@@ -50,6 +51,9 @@ GLM5 = Model("GLM-5, ", 6144, 2048, 192, 32, 256**-0.5, True)
 # no rotary part; 512 pools of 4 tokens and the open one
 GLM5_FLASH = Model("GLM-5.3-Flash, ", 4096, 1536, 256, 32, 256**-0.5, False, 0, 4)
 POOLS = 512
+# dense latents, no query latent, no indexer
+KIMI_LINEAR = Model("Kimi-Linear, ", 2304, 0, 128, 0, 192**-0.5, False)
+DEEPSEEK_V2_LITE = Model("DeepSeek-V2-Lite, ", 2048, 0, 128, 0, 192**-0.5, False)
 
 
 def first_requests(names: tuple[str, ...], keep: int) -> Part:
@@ -207,7 +211,7 @@ def _layer(
     return dict(
         x=draw.normal(b, s, h),
         w_dq=to_nz(draw.normal(h, rq, std=h**-0.5)),
-        w_uq_qr=to_nz(draw.normal(rq, n * (dn + model.dr), std=rq**-0.5)),
+        w_uq_qr=to_nz(draw.normal(rq or h, n * (dn + model.dr), std=(rq or h) ** -0.5)),
         w_uk=draw.normal(n, dn, R, std=dn**-0.5),
         w_dkv_kr=to_nz(draw.normal(h, R + model.dr, std=h**-0.5)),
         gamma_cq=draw.normal(rq),
@@ -219,7 +223,7 @@ def _layer(
         kr_cache=draw.normal(b * pages, P, 1, model.dr),
         block_table=table,
         act_seqs=draw.full(b, value=context),
-        w_idx_qb=to_nz(draw.normal(rq, ni * DI, std=rq**-0.5)),
+        w_idx_qb=to_nz(draw.normal(rq, ni * DI, std=(rq or h) ** -0.5)),
         w_idx_k=to_nz(draw.normal(h, DI, std=h**-0.5)),
         w_idx_proj=to_nz(draw.normal(h, ni, std=h**-0.5)),
         in_gamma_k=draw.normal(DI),
@@ -258,7 +262,8 @@ def mla_prolog_case(b: int, n: int, model: Model = DEEPSEEK) -> Case:
     size, _ = model.prolog_size(n)
 
     def make(device: torch.device, seed: int) -> Arguments:
-        return _renamed(_layer(device, seed, b, 1, n, P, model), MLA_PROLOG)
+        given = _renamed(_layer(device, seed, b, 1, n, P, model), MLA_PROLOG)
+        return given if model.rq else given | dict(weight_dq=None, rmsnorm_gamma_cq=None)
 
     return Case(
         "npu_mla_prolog_pto",
@@ -422,13 +427,15 @@ def _indexer(small: bool) -> list[Case]:
 
 def _prolog(small: bool) -> list[Case]:
     if small:
-        return [mla_prolog_case(1, 16)]
+        return [mla_prolog_case(1, 16), mla_prolog_case(1, 2, DEEPSEEK_V2_LITE)]
     sizes = [(1, 128), (32, 128), (128, 128), (1, 16), (4096, 128)]
     glm5 = [(b, n) for n in GLM5_HEADS for b in BATCHES] + [(4096, 64)]
     return [
         *(mla_prolog_case(b, n) for b, n in sizes),
         *(mla_prolog_case(b, n, GLM5) for b, n in glm5),
         *(mla_prolog_case(b, 64, GLM5_FLASH) for b in BATCHES),
+        *(mla_prolog_case(b, 32, KIMI_LINEAR) for b in (*BATCHES, 4096)),
+        *(mla_prolog_case(b, 16, DEEPSEEK_V2_LITE) for b in BATCHES),
     ]
 
 

@@ -92,7 +92,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise NotSupported(
             "The paged cache of custom.integrations.transformers cannot reorder, repeat, select or "
-            "offload requests; generate without beam search and without cache offloading."
+            "offload requests, and is read inside use() alone; generate there, without beam search "
+            "and without cache offloading."
         )
 
     lazy_initialization = update = update_indexer = offload = prefetch = _refuse

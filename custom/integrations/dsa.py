@@ -46,7 +46,8 @@ REFUSED: dict[str, str] = {
     ),
     "MiniMaxM3VLAttention": "its indexer selects blocks of keys, and its keys are not latent",
     "MistralLarge4TextAttention": (
-        "it has no query latent, scales its queries by their position and shares other layers' keys"
+        "its queries and its indexer's are projections of the input, scaled by their position, and "
+        "layers share other layers' keys"
     ),
     "Qwen4ExpTextAttention": "its indexer selects blocks of keys, and its keys are not latent",
 }
@@ -58,14 +59,15 @@ class SharedAttentionWeights:
 
     `dq`, `uq_qr` and `dkv_kr` lie as `options["weight_format"]` says; `uk` [N, Dn, R] and `uv`
     [N, Dv, R] are the two halves of the key-value up-projection; `options` are the op's keyword
-    arguments.
+    arguments. `dq` and `gamma_cq` are None where there is no query latent, which is for
+    `npu_mla_prolog_pto` alone.
     """
 
-    dq: Tensor
+    dq: Tensor | None
     uq_qr: Tensor
     uk: Tensor
     dkv_kr: Tensor
-    gamma_cq: Tensor
+    gamma_cq: Tensor | None
     gamma_ckv: Tensor
     uv: Tensor
     options: dict[str, Any]
@@ -143,12 +145,12 @@ def sparse_attention_weights(
     Raises:
         NotSupported: the layer has no indexer, or is none that the op computes.
 
-    All have the dtype of `q_a_proj`, also the index head weights, which Transformers may keep in
-    float32: a positive factor and a rounding are all that this changes in the scores. Projections
-    of 8 bits are taken as they are, with their scales among the options: float8_e4m3fn weights with
-    `weight_scale_inv`, a scale for 128 x 128 (DeepSeek's checkpoints), and int8 ones with
-    `weight_scale`, a scale for each row (compressed-tensors, msmodelslim). The key-value
-    up-projection alone is dequantised.
+    All have the dtype of `kv_a_proj_with_mqa`, also the index head weights, which Transformers may
+    keep in float32: a positive factor and a rounding are all that this changes in the scores.
+    Projections of 8 bits are taken as they are, with their scales among the options: float8_e4m3fn
+    weights with `weight_scale_inv`, a scale for 128 x 128 (DeepSeek's checkpoints), and int8 ones
+    with `weight_scale`, a scale for each row (compressed-tensors, msmodelslim). The key-value up-
+    projection alone is dequantised.
     """
     m, conventions = _supported(module)
     weight_format = format_of(m.q_a_proj.weight, weight_format)
@@ -403,8 +405,8 @@ def option_of(weight_format: str) -> str:
 
 def _dtype(m: Any) -> torch.dtype:
     """Of activations: what quantised checkpoints keep norms in."""
-    dtype: torch.dtype = m.q_a_proj.weight.dtype
-    norm: torch.dtype = m.q_a_layernorm.weight.dtype
+    dtype: torch.dtype = m.kv_a_proj_with_mqa.weight.dtype
+    norm: torch.dtype = m.kv_a_layernorm.weight.dtype
     return norm if dtype in _SCALES else dtype
 
 
@@ -434,23 +436,25 @@ def format_of(weight: Tensor, weight_format: str | None) -> str:
 
 
 def shared_of(m: Any, conventions: dict[str, bool], weight_format: str) -> SharedAttentionWeights:
-    """Of any module whose projections have these names."""
-    weights, scales, mode = projections(
-        m,
-        _dtype(m),
-        dict(dq=m.q_a_proj, dkv_kr=m.kv_a_proj_with_mqa),
-        dict(uq_qr=m.q_b_proj),
-    )
+    """Of any module whose projections have these names, with a query latent or without."""
+    plain = m.q_lora_rank is None
+    first = {} if plain else dict(dq=m.q_a_proj)
+    first["dkv_kr"] = m.kv_a_proj_with_mqa
+    queries = m.q_proj if plain else m.q_b_proj
+    weights, scales, mode = projections(m, _dtype(m), first, dict(uq_qr=queries))
     uk, uv = up_projections(m)
+    lies = {name: laid(weight, weight_format) for name, weight in weights.items()}
     return SharedAttentionWeights(
-        **{name: laid(weight, weight_format) for name, weight in weights.items()},
+        dq=lies.get("dq"),
+        uq_qr=lies["uq_qr"],
+        dkv_kr=lies["dkv_kr"],
         uk=uk.contiguous(),
-        gamma_cq=m.q_a_layernorm.weight.detach(),
+        gamma_cq=None if plain else m.q_a_layernorm.weight.detach(),
         gamma_ckv=m.kv_a_layernorm.weight.detach(),
         uv=uv,
         options=dict(
             softmax_scale=m.scaling,  # with YaRN's factor, where the checkpoint has one
-            rms_norm_eps=m.q_a_layernorm.variance_epsilon,
+            rms_norm_eps=m.kv_a_layernorm.variance_epsilon,
             rope_interleaved=conventions["rope_interleaved"],
             weight_format=option_of(weight_format),
             **of_8_bits("weight_quant_mode", mode, "dequant_scale_w_", scales),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """Hugging Face models on our ops: the attention of DeepSeek, GLM-5, MiniMax-M3 and Qwen4-Exp that
-selects keys, and linear attention.
+selects keys, dense latent attention, and linear attention.
 
 with custom.integrations.transformers.use():
     model.generate(**inputs)
@@ -51,7 +51,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 from transformers.models.qwen4_exp import modeling_qwen4_exp  # noqa: E402
 
-from . import block_sparse, deepseek_v4_model, glm5_next  # noqa: E402
+from . import block_sparse, deepseek_v4_model, glm5_next, latent  # noqa: E402
 from .attention import register  # noqa: E402
 from .cached import PagedLayer, refuse_what_differs, takes_cache  # noqa: E402
 from .deepseek_v4 import (  # noqa: E402
@@ -86,8 +86,13 @@ try:  # Ling-3.0, since Transformers 5.24
     from transformers.models.bailing_hybrid import modeling_bailing_hybrid
 except ModuleNotFoundError:
     _LING: tuple[Any, ...] = ()
+    _LATENT: tuple[Any, ...] = (modeling_kimi_linear.KimiLinearAttention,)
 else:
     _LING = (modeling_bailing_hybrid.BailingHybridDeltaAttention,)
+    _LATENT = (
+        modeling_kimi_linear.KimiLinearAttention,
+        modeling_bailing_hybrid.BailingHybridAttention,
+    )
 
 # their functions are not typed
 _qwen3_next: Any = modeling_qwen3_next
@@ -580,8 +585,8 @@ def use(
 ) -> Iterator[None]:
     """Run, by our ops inside the context, the attention of DeepSeek-V3.2, DeepSeek-V4, GLM-5 and
     GLM-5.3-Flash, that of MiniMax-M3 and Qwen4-Exp to chosen blocks, DeepSeek-V4's
-    hyper-connections, and the linear attention of Qwen3-Next, Qwen3.5, Qwen4-Exp, OLMo-Hybrid,
-    Kimi-Linear, GLM-5.3-Flash and Ling-3.0.
+    hyper-connections, the linear attention of Qwen3-Next, Qwen3.5, Qwen4-Exp, OLMo-Hybrid,
+    Kimi-Linear, GLM-5.3-Flash and Ling-3.0, and the latent attention of Kimi-Linear and Ling-3.0.
 
     Every such model of the process is concerned; on exit their own code is back. Padding may be on
     either side of a text or inside; linear attention with a cache wants it on the left, as the
@@ -590,7 +595,9 @@ def use(
     the linear one. The sparse attention is for inference: its cache becomes
     paged at the first forward pass (a new cache for every context), and its weights are read once
     per context: do not change them inside. On an NPU the attention of a decode step is one
-    graph a layer, from its second call on. Linear attention keeps the model's cache, and has
+    graph a layer, from its second call on. Latent attention that sees every token is the same, and
+    with gradients, a cache that is not a new DynamicCache, in torch.compile or on an NPU the
+    model's own code. Linear attention keeps the model's cache, and has
     gradients wherever it is not a decode step.
 
     Args:
@@ -631,6 +638,7 @@ def use(
             (each.attention, block_sparse.attention_forward(each, page_size, drafts))
             for each in (block_sparse.M3, block_sparse.QWEN4)
         ),
+        *((each, latent.attention_forward(each, weight_format, page_size)) for each in _LATENT),
         *_LINEAR,
     ]
     with _entering:

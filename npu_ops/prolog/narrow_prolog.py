@@ -65,7 +65,9 @@ def _products(
 def mla(**x: Unpack[MlaArguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
     """Behind the outputs of mla_prolog_pto.py the query norm as its product takes it."""
     token_x, weight_uq_qr, weight_uk = x["token_x"], x["weight_uq_qr"], x["weight_uk"]
-    rmsnorm_gamma_cq, rope_sin, rope_cos = x["rmsnorm_gamma_cq"], x["rope_sin"], x["rope_cos"]
+    weight_dq, rmsnorm_gamma_cq = x["weight_dq"], x["rmsnorm_gamma_cq"]
+    assert weight_dq is not None and rmsnorm_gamma_cq is not None  # the check said so
+    rope_sin, rope_cos = x["rope_sin"], x["rope_cos"]
     rope_interleaved, weight_format = x["rope_interleaved"], x["weight_format"]
     dequant_scale_w_uq_qr = x["dequant_scale_w_uq_qr"]
     batch, length, hidden = token_x.shape
@@ -89,7 +91,7 @@ def mla(**x: Unpack[MlaArguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
             token_x.view(tokens, hidden),
             x["dequant_scale_x"],
             [
-                (x["weight_dq"], rank, x["dequant_scale_w_dq"]),
+                (weight_dq, rank, x["dequant_scale_w_dq"]),
                 (x["weight_dkv_kr"], latent + rotary, x["dequant_scale_w_dkv_kr"]),
             ],
             weight_format,

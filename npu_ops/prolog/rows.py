@@ -253,10 +253,10 @@ def finish(
     WIDTH: tl.constexpr,
     multibuffer: tl.constexpr = True,
 ):
-    """x [parts, rows, x_row]: rank, LATENT + ROTARY and INDEX + HEADS numbers of a token; the first
-    two or the last may be missing.  Each pass begins at the core where the one before it ended."""
+    """x [parts, rows, x_row]: rank, LATENT + ROTARY and INDEX + HEADS numbers of a token, of which
+    some may be missing.  Each pass begins at the core where the one before it ended."""
     part = rows.to(tl.int64) * x_row
-    of_index = x
+    of_latent = x
     first = 0
     if gamma_cq is not None:
         _query_norms(
@@ -272,9 +272,12 @@ def finish(
             epsilon_cq,
             WIDTH,
         )
+        of_latent = x + rank
         first = rows % tl.num_programs(0)
+    of_index = of_latent
+    if gamma_ckv is not None:
         _latent_rows(
-            x + rank,
+            of_latent,
             gamma_ckv,
             sin,
             cos,
@@ -292,8 +295,8 @@ def finish(
             ROTARY,
             INTERLEAVED,
         )
-        of_index = x + rank + LATENT + ROTARY
-        first = 2 * rows % tl.num_programs(0)
+        of_index = of_latent + LATENT + ROTARY
+        first = (first + rows) % tl.num_programs(0)
     if gamma_k is not None:
         _index_rows(
             of_index,
@@ -408,14 +411,14 @@ def rotate_heads(
 
 @dataclass
 class Latent:
-    """The attention's share of `norms`; the caches and the norm of the query's latent are
-    written."""
+    """The attention's share of `norms`; the caches and the norm of the query's latent, if there is
+    one, are written."""
 
-    gamma_cq: Tensor
+    gamma_cq: Tensor | None
     gamma_ckv: Tensor
     latent_cache: Tensor
     rotary_cache: Tensor
-    query_norm: Tensor
+    query_norm: Tensor | None
     epsilon_cq: float
     epsilon_ckv: float
     interleaved: bool
@@ -461,13 +464,17 @@ def norms(
     given |= dict.fromkeys(("epsilon_cq", "epsilon_ckv", "epsilon_k"), 0.0)
     given |= dict.fromkeys(("INTERLEAVED", "INDEX_INTERLEAVED"), False)
     jobs, width = 0, 0
-    if latent is not None:
-        jobs, width = 2, max(latent.gamma_cq.shape[0], latent.latent_cache.shape[-1])
+    if latent is not None and latent.gamma_cq is not None:
+        jobs, width = 1, latent.gamma_cq.shape[0]
         given |= dict(
             gamma_cq=latent.gamma_cq,
             query_norm=latent.query_norm,
-            rank=latent.gamma_cq.shape[0],
+            rank=width,
             epsilon_cq=latent.epsilon_cq,
+        )
+    if latent is not None:
+        jobs, width = jobs + 1, max(width, latent.latent_cache.shape[-1])
+        given |= dict(
             gamma_ckv=latent.gamma_ckv,
             latent_cache=latent.latent_cache,
             rotary_cache=latent.rotary_cache,

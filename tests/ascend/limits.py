@@ -279,6 +279,7 @@ def _prologs() -> Iterator[Limit]:
     wide = tune.TABLE["rows.finish"][-1].tiles["WIDTH"]
     given = dict(
         token_x=_t(1, 8),
+        weight_uk=_t(1, 8, 8),
         rmsnorm_gamma_cq=_t(wide),
         kv_cache=_t(1, 16, 1, wide),
         rope_sin=_t(1, 64),
@@ -288,6 +289,8 @@ def _prologs() -> Iterator[Limit]:
     floats = _t(1, 8, dtype=torch.float32)
     yield Limit("mla_prolog_pto", given, dict(token_x=floats), "`token_x` is torch.float32")
     yield Limit("mla_prolog_pto", given, dict(kv_cache=_t(1, 16, 1, wide + 1)), said)
+    plain = given | dict(rmsnorm_gamma_cq=None)
+    yield Limit("mla_prolog_pto", plain, dict(kv_cache=_t(1, 16, 1, wide + 1)), said)
 
     int8, fp8 = torch.int8, torch.float8_e4m3fn
     wide = tune.TABLE["narrow_rows.latents"][-1].tiles["MOST"]

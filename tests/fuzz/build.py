@@ -66,10 +66,13 @@ def _layer(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     )
     if pairs is not None:
         out = {theirs: given[ours] for theirs, ours in pairs.items()} | form
+        if case["op"] == "npu_mla_prolog_pto" and not case.get("query_latent", True):
+            out |= dict(weight_dq=None, rmsnorm_gamma_cq=None)
+            out |= dict(token_x=given["query_norm"], weight_dkv_kr=given["plain_dkv_kr"])
         out["rope_interleaved"] = case["interleaved"]
         return out, {name: x for name, x in garbage.items() if name in out}
     out = given | form | dict(rope_interleaved=case["interleaved"])
-    del out["query_norm"]
+    del out["query_norm"], out["plain_dkv_kr"]
     if case["op"] == "npu_sparse_attention_shared_pto":
         out = {n: x for n, x in out.items() if not n.startswith(("w_idx", "in_", "index_k"))}
         del garbage["index_k_cache"]

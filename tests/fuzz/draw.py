@@ -32,6 +32,7 @@ def _layer(r: Random, backward: bool) -> Case:
         kept=r.randint(1, 20),
         weights=r.choice(["nd", "linear"] if nd else ["nz", "flat", "linear"]),
         interleaved=r.random() < 0.5,
+        query_latent=r.random() < 0.7,
     )
 
 
@@ -503,7 +504,17 @@ _WIDE: dict[str, Callable[[Random], Case]] = {
 COMPILED = {
     *("dtype", "layouts", "mode", "block", "own_value", "sinks", "lse", "packed", "causal"),
     *("window", "h", "hk", "groups", "n", "ni", "k", "v", "d", "dv", "dr", "di", "dk", "plain"),
-    *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
+    *(
+        "rank",
+        "ranks",
+        "query_latent",
+        "rotary",
+        "index_heads",
+        "index_size",
+        "weights",
+        "interleaved",
+        "layout",
+    ),
     *("ratio", "coff", "pairs", "full", "ring", "pages", "hadamard", "returned"),
     *("m", "picked", "entry_page", "kind", "output", "quant", "eight"),
     *("turned", "power", "clip", "bare", "shared", "page", "own", "counts", "forced"),

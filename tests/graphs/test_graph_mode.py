@@ -564,7 +564,7 @@ CANN = {
     "npu_mla_prolog_pto": "dequant_scale_x dequant_scale_w_dq dequant_scale_w_uq_qr "
     "dequant_scale_w_dkv_kr smooth_scales_cq k_nope_clip_alpha kv_cache_dtype rope_interleaved "
     "weight_format weight_quant_mode kv_cache_quant_mode query_quant_mode ckvkr_repo_mode "
-    "quant_scale_repo_mode tile_size row_layout scale_format",
+    "quant_scale_repo_mode tile_size row_layout scale_format weight_dq rmsnorm_gamma_cq",
     "npu_mla_prolog_v3": "kv_cache_dtype",
     "npu_lightning_indexer": "cmp_ratio select_tail",
     "npu_quant_lightning_indexer": "query_dtype key_dtype query_dequant_scale cmp_ratio "

@@ -46,6 +46,7 @@ CASES = [
     sparse_attention.layer_case(1, 1, 16, 1024, 512),
     sparse_attention.mla_prolog_case(1, 128),
     sparse_attention.mla_prolog_case(300, 16),
+    *(sparse_attention.mla_prolog_case(b, 8, sparse_attention.KIMI_LINEAR) for b in (1, 300)),
     sparse_attention.indexer_prolog_case(32),
     sparse_attention.indexer_case(2, 4, 12288),
     sparse_attention.attention_case(1, 1, 128, 8192),

@@ -100,6 +100,7 @@ def test_the_index_has_every_script_and_its_first_sentence():
 LINEAR = {"npu_causal_conv1d", "npu_gated_rms_norm", "npu_recurrent_gated_delta_rule"}
 QWEN = LINEAR | {"npu_chunk_gated_delta_rule", "npu_gated_delta_layer_decode"}
 KIMI = LINEAR | {"npu_chunk_kda", "npu_gated_delta_layer_decode"}
+KIMI |= {"npu_mla_prolog_pto", "npu_fused_infer_attention_score_v2"}
 
 
 @pytest.mark.parametrize("model, ops", [("qwen3.5", QWEN), ("kimi-linear", KIMI)])

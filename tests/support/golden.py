@@ -84,12 +84,13 @@ class Golden:
     def rnd(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).to(self.wide)
 
-    def mla_prolog(self, x, sin, cos, eps_cq, eps_ckv, interleaved):
-        """One token [H]: query [N, R], query_rope [N, Dr], query_norm [Rq], key [R], key_rope."""
+    def mla_prolog(self, x, sin, cos, eps_cq, eps_ckv, interleaved, latent=True):
+        """One token [H]: query [N, R], query_rope [N, Dr], query_norm [Rq], key [R], key_rope.
+        Not `latent`: queries are x W_uq_qr, and x stands for query_norm."""
         w, rnd = self.w, self.rnd
         x, sin, cos = (each.to(self.wide) for each in (x, sin, cos))
         heads, plain, rank = w.w_uk.shape
-        c = rnd(rms_norm(rnd(x @ w.w_dq), w.gamma_cq, eps_cq))
+        c = rnd(rms_norm(rnd(x @ w.w_dq), w.gamma_cq, eps_cq)) if latent else x
         q = rnd(c @ w.w_uq_qr).view(heads, -1)
         query = torch.stack([rnd(q[h, :plain] @ w.w_uk[h]) for h in range(heads)])
         query_rope = torch.stack([rnd(rope(each, sin, cos, interleaved)) for each in q[:, plain:]])

@@ -17,9 +17,11 @@ from .stages import called
 P = 16
 MLA = "x w_dq w_uq_qr w_uk w_dkv_kr gamma_cq gamma_ckv sin cos kv_cache kr_cache cache_index"
 INDEX = "x query_norm w_idx_qb w_idx_k w_idx_proj in_gamma_k in_beta_k sin cos index_k_cache"
+# without a query latent: what stands for one is the layer's input
+PLAIN = {"x": "query_norm", "w_dq": None, "gamma_cq": None, "w_dkv_kr": "plain_dkv_kr"}
 SHARED = f"{MLA} block_table act_seqs"
 CACHES = ("kv_cache", "kr_cache", "index_k_cache")
-WEIGHTS = ("w_dq", "w_uq_qr", "w_dkv_kr", "w_idx_qb", "w_idx_k", "w_idx_proj")
+WEIGHTS = ("w_dq", "w_uq_qr", "plain_dkv_kr", "w_dkv_kr", "w_idx_qb", "w_idx_k", "w_idx_proj")
 
 
 def layer(b, s, *, h=64, ranks=48, n=3, plain=32, rank=64, rotary=16, index=(16, 32), pages=None):
@@ -41,6 +43,7 @@ def layer(b, s, *, h=64, ranks=48, n=3, plain=32, rank=64, rotary=16, index=(16,
         w_uq_qr=normal(ranks, n * (plain + rotary), std=ranks**-0.5),
         w_uk=normal(n, plain, rank, std=plain**-0.5),
         w_dkv_kr=normal(h, rank + rotary, std=h**-0.5),
+        plain_dkv_kr=normal(ranks, rank + rotary, std=ranks**-0.5),
         gamma_cq=normal(ranks),
         gamma_ckv=normal(rank),
         sin=angle.sin().repeat(1, 1, 2),
@@ -75,14 +78,16 @@ def formatted(arguments, dtype, weight_format, device=DEVICE):
 
 
 def launch(backend: str, op: str, given: dict, weight_format="nz", **options) -> tuple[Tensor, ...]:
-    """Outputs of one op, and the caches behind them."""
-    module = f"{op}_pto"
+    """Outputs of one op, and the caches behind them; "mla_prolog_plain" has no query latent."""
+    module = f"{op.removesuffix('_plain')}_pto"
     package = {"cuda": "cuda_ops", "reference": "dispatch.reference"}[backend]
     forward = partial(called, package, module)
     options["weight_format"] = weight_format if weight_format in ("nd", "linear") else "nz"
-    if op == "mla_prolog":
+    if op.startswith("mla_prolog"):
         defaults = dict(rmsnorm_epsilon_cq=1e-6, rmsnorm_epsilon_ckv=1e-5, rope_interleaved=True)
-        out = forward(*[given[name] for name in MLA.split()], **defaults | options)
+        names = [PLAIN.get(x, x) if op == "mla_prolog_plain" else x for x in MLA.split()]
+        taken = [None if name is None else given[name] for name in names]
+        out = forward(*taken, **defaults | options)
         return *out, given["kv_cache"], given["kr_cache"]
     if op == "indexer_prolog":
         names = [*INDEX.split(), "cache_index"]
@@ -98,7 +103,9 @@ def launch(backend: str, op: str, given: dict, weight_format="nz", **options) ->
         rope_interleaved=True,
         index_rope_interleaved=False,
     )
-    every = {name: value for name, value in given.items() if name != "query_norm"}
+    every = {
+        name: value for name, value in given.items() if name not in ("query_norm", "plain_dkv_kr")
+    }
     if op == "sparse_attention_shared":
         for name in ("layer_norm_eps", "sparse_count", "index_rope_interleaved"):
             del defaults[name]
@@ -117,6 +124,7 @@ def launch(backend: str, op: str, given: dict, weight_format="nz", **options) ->
 
 OPS = (
     "mla_prolog",
+    "mla_prolog_plain",
     "indexer_prolog",
     "sparse_attention",
     "sparse_attention_indices",

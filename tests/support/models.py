@@ -141,13 +141,14 @@ KDA = dict(
 
 def kimi_linear(**changes):
     """Three layers of KDA, which forget slowly, and one of latent attention."""
+    kinds = changes.pop("layer_types", ["linear_attention"] * 3 + ["full_attention"])
     model = made(
         "KimiLinearForCausalLM",
         "KimiLinearConfig",
         **KDA,
         qk_nope_head_dim=16,
         qk_rope_head_dim=16,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        layer_types=kinds,
         num_local_experts=4,
         num_experts_per_tok=4,
         n_group=1,
@@ -248,7 +249,7 @@ def qwen4_exp(**changes):
     return _wide(made("Qwen4ExpForCausalLM", "Qwen4ExpTextConfig", **settings | changes))
 
 
-def bailing_hybrid():
+def bailing_hybrid(**changes):
     """Ling-3.0: three layers of KDA whose decay is bounded, and one of latent attention."""
     return made(
         "BailingHybridForCausalLM",
@@ -259,6 +260,7 @@ def bailing_hybrid():
         layer_group_size=4,
         mlp_layer_types=["dense"] * 4,
         **ROUTED,
+        **changes,
     )
 
 

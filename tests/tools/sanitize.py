@@ -161,7 +161,9 @@ def _run(name: str) -> None:
         case.call(case.make(DEVICE, 0))
     op = name.removeprefix("npu_").removesuffix("_pto")
     if op in LAUNCHED:
-        _prologs(op)
+        for form in (op, f"{op}_plain"):
+            if form in LAUNCHED:
+                _prologs(form)
     if name in (FORWARD, BACKWARD):
         _attention(name)
     if name == INDEXER:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Arguments and outputs of npu_mla_prolog_pto; its shapes are in the tables below."""
+"""Arguments and outputs of npu_mla_prolog_pto; its shapes are in the tables below.
+
+Rq is the size of the query latent; without one (`weight_dq` None) queries are a product of x.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from ...op_spec import Variant
 from ..common import prologs, quantization, weight_args
 
 SCHEMA = (
-    "npu_mla_prolog_pto(Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr,"
-    " Tensor weight_uk, Tensor weight_dkv_kr, Tensor rmsnorm_gamma_cq,"
+    "npu_mla_prolog_pto(Tensor token_x, Tensor? weight_dq, Tensor weight_uq_qr,"
+    " Tensor weight_uk, Tensor weight_dkv_kr, Tensor? rmsnorm_gamma_cq,"
     " Tensor rmsnorm_gamma_ckv, Tensor rope_sin, Tensor rope_cos, Tensor(a!) kv_cache,"
     " Tensor(b!) kr_cache, Tensor cache_index, *, float rmsnorm_epsilon_cq=1e-6,"
     " float rmsnorm_epsilon_ckv=1e-6, bool rope_interleaved=True,"
@@ -35,11 +38,11 @@ ONNX = "MlaPrologPto"
 
 class Arguments(TypedDict):
     token_x: Tensor
-    weight_dq: Tensor
+    weight_dq: Tensor | None
     weight_uq_qr: Tensor
     weight_uk: Tensor
     weight_dkv_kr: Tensor
-    rmsnorm_gamma_cq: Tensor
+    rmsnorm_gamma_cq: Tensor | None
     rmsnorm_gamma_ckv: Tensor
     rope_sin: Tensor
     rope_cos: Tensor
@@ -78,6 +81,19 @@ def check_as(op: str, rows: str = "B S", **x: Unpack[Arguments]) -> None:
     k_nope_clip_alpha = x["k_nope_clip_alpha"]
     weight_quant_mode = x["weight_quant_mode"]
     c = Checker(op)
+    weight_dq, rmsnorm_gamma_cq = x["weight_dq"], x["rmsnorm_gamma_cq"]
+    if (weight_dq is None) != (rmsnorm_gamma_cq is None):
+        c.fail(
+            "one of `weight_dq` and `rmsnorm_gamma_cq` is None, expected both (no query latent: "
+            "`weight_uq_qr` is a projection of `token_x`) or neither."
+        )
+    modes = dict(weight_quant_mode=weight_quant_mode, kv_cache_quant_mode=x["kv_cache_quant_mode"])
+    for name, mode in modes.items():
+        c.require(
+            weight_dq is not None or mode == 0,
+            f"`{name}` is {mode}, expected 0 without a query latent (`weight_dq` None). Pass "
+            "weights and caches of the working dtype.",
+        )
     narrow = weight_args.dtypes(
         c, weight_quant_mode, ("weight_dq", "weight_dkv_kr"), ("weight_uq_qr",)
     )
@@ -90,13 +106,12 @@ def check_as(op: str, rows: str = "B S", **x: Unpack[Arguments]) -> None:
         quant_scale_repo_mode=x["quant_scale_repo_mode"],
     )
     c.one_of("scale_format", x["scale_format"], *quantization.SCALE_FORMATS)
+    queries = "H" if weight_dq is None else "Rq"
     weights = dict(
-        weight_dq=(x["weight_dq"], "H Rq"),
-        weight_uq_qr=(x["weight_uq_qr"], "Rq N*(Dn+Dr)"),
+        weight_uq_qr=(x["weight_uq_qr"], f"{queries} N*(Dn+Dr)"),
         weight_dkv_kr=(x["weight_dkv_kr"], "H R+Dr"),
     )
     floats = dict(
-        rmsnorm_gamma_cq=(x["rmsnorm_gamma_cq"], "Rq"),
         token_x=(token_x, f"{rows} H"),
         rmsnorm_gamma_ckv=(x["rmsnorm_gamma_ckv"], "R"),
         rope_sin=(x["rope_sin"], f"{rows} Dr"),
@@ -104,6 +119,9 @@ def check_as(op: str, rows: str = "B S", **x: Unpack[Arguments]) -> None:
         weight_uk=(x["weight_uk"], "N Dn R"),
         **quantization.latent_caches(kv_cache, kr_cache, x["rope_sin"], in_rows),
     )
+    if weight_dq is not None and rmsnorm_gamma_cq is not None:
+        weights = dict(weight_dq=(weight_dq, "H Rq"), **weights)
+        floats = dict(rmsnorm_gamma_cq=(rmsnorm_gamma_cq, "Rq"), **floats)
     scales = dict(
         weight_dq=weight_args.Scale("dequant_scale_w_dq", x["dequant_scale_w_dq"]),
         weight_uq_qr=weight_args.Scale("dequant_scale_w_uq_qr", x["dequant_scale_w_uq_qr"]),
@@ -144,17 +162,17 @@ def query_sizes(c: Checker) -> None:
 def fake(
     token_x: Tensor,
     weight_uk: Tensor,
-    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_cq: Tensor | None,
     rope_sin: Tensor,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = token_x.shape[:-1]
     heads, _plain, rank = weight_uk.shape
-    new = rmsnorm_gamma_cq.new_empty
+    new = weight_uk.new_empty
     return (
         new([*rows, heads, rank]),
         new([*rows, heads, rope_sin.shape[-1]]),
-        new([*rows, rmsnorm_gamma_cq.shape[0]]),
+        new([0] if rmsnorm_gamma_cq is None else [*rows, rmsnorm_gamma_cq.shape[0]]),
     )
 
 

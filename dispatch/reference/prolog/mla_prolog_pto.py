@@ -6,6 +6,8 @@ the gammas, the working dtype.
 c = rnd(RMSNorm(rnd(x W_dq)))   [q, q_rope] = rnd(c W_uq_qr)   query = rnd(q W_uk)
 [l, l_rope] = rnd(x W_dkv_kr)   kv_cache = rnd(RMSNorm(l))     kr_cache = rnd(RoPE(l_rope))
 
+Without W_dq, c = x.
+
 Weights of 8 bits: x and c are quantised before their products (weight_args.py).  Rows of 8 bits:
 what the two caches would get is quantised into one (latent_cache_write.py).
 """
@@ -37,18 +39,21 @@ def v3(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 def with_rows(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, weight_args.Rows]:
     """Behind the outputs the query norm as its product takes it."""
-    rmsnorm_gamma_cq, rope_sin = a["rmsnorm_gamma_cq"], a["rope_sin"]
+    weight_dq, rmsnorm_gamma_cq, rope_sin = a["weight_dq"], a["rmsnorm_gamma_cq"], a["rope_sin"]
     weight_format, scale_format = a["weight_format"], a["scale_format"]
-    dtype, wide = rmsnorm_gamma_cq.dtype, accumulator(rmsnorm_gamma_cq)
+    dtype, wide = a["weight_uk"].dtype, accumulator(a["weight_uk"])
     heads, plain, rank = a["weight_uk"].shape
     tokens = a["token_x"].shape[:-1]
     sin, cos = (each.flatten(0, -2).to(wide) for each in (rope_sin, a["rope_cos"]))
 
-    x = weight_args.rows(a["token_x"], a["dequant_scale_x"], a["weight_dq"], scale_format)
-    down = weight_args.product(x, a["weight_dq"], a["dequant_scale_w_dq"], weight_format).to(dtype)
-    query_norm = rms_norm(down, rmsnorm_gamma_cq, a["rmsnorm_epsilon_cq"])
-
-    c = weight_args.rows(query_norm, None, a["weight_uq_qr"], scale_format, a["smooth_scales_cq"])
+    x = weight_args.rows(a["token_x"], a["dequant_scale_x"], a["weight_dkv_kr"], scale_format)
+    if weight_dq is None or rmsnorm_gamma_cq is None:
+        query_norm, c = a["weight_uk"].new_empty(0), x
+    else:
+        down = weight_args.product(x, weight_dq, a["dequant_scale_w_dq"], weight_format).to(dtype)
+        normed = rms_norm(down, rmsnorm_gamma_cq, a["rmsnorm_epsilon_cq"])
+        c = weight_args.rows(normed, None, a["weight_uq_qr"], scale_format, a["smooth_scales_cq"])
+        query_norm = normed.view(*tokens, rmsnorm_gamma_cq.shape[0])
     q = weight_args.product(c, a["weight_uq_qr"], a["dequant_scale_w_uq_qr"], weight_format).to(
         dtype
     )
@@ -87,7 +92,7 @@ def with_rows(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, weight_ar
     return (
         query.view(*tokens, heads, rank),
         query_rope.view(*tokens, heads, rope_sin.shape[-1]),
-        query_norm.view(*tokens, rmsnorm_gamma_cq.shape[0]),
+        query_norm,
         c,
     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from custom.dispatch.common import nz
@@ -88,6 +89,12 @@ def prolog(
     return make
 
 
+def plain(*sizes: int, **options: Any) -> Callable[[Inputs], Arguments]:
+    """Without a query latent: its size is the hidden one."""
+    make = prolog(*sizes, **options, rank=options.get("hidden", HIDDEN))
+    return with_(make, weight_dq=None, rmsnorm_gamma_cq=None)
+
+
 def loud(arguments: Arguments) -> Tensor:
     """What stands behind a short query latent is far larger."""
     return arguments["weight_dkv_kr"].mul_(30)
@@ -137,6 +144,18 @@ CASES = (
     case("nn.Linear's, uneven, 70 tokens", prolog(35, 2, 8, form="linear", hidden=200, rank=120)),
     case("row-major, 20 tokens", prolog(10, 2, 3, hidden=128, rank=64, form="nd")),
     case("row-major, 40 tokens", prolog(20, 2, 3, hidden=128, rank=64, form="nd")),
+    case("Kimi-Linear, no query latent, 4 tokens", plain(4, 1, 32, hidden=2304), cores=(24,)),
+    case("no query latent, 16 heads, 60 tokens", plain(60, 1, 16, hidden=1024)),
+    case(
+        "no query latent, uneven, 18 tokens, halves", plain(9, 2, 3, hidden=208, interleaved=False)
+    ),
+    case(
+        "no query latent, 130 tokens, the slot past the last", plain(65, 2, 3, hidden=208, past=0)
+    ),
+    case("no query latent or rotary part", plain(9, 2, 12, hidden=208, rotary=0)),
+    case("no query latent, nn.Linear's", plain(35, 2, 8, hidden=200, form="linear")),
+    case("no query latent, two epsilons", plain(3, 1, 3, hidden=208, epsilons=(0.5, 0.1))),
+    case("no query latent, row-major", plain(3, 1, 3, hidden=208, form="nd")),
     case("row-major, uneven, 70 tokens", prolog(35, 2, 8, hidden=200, rank=120, form="nd")),
 )
 _TILE = """                w_tile = tl.load(from_w)
@@ -230,6 +249,20 @@ CONTROLS = (
         "return tl.where(core < 0, core + tl.num_programs(0), core)",
         "return core",
         "uneven, 18 tokens",
+    ),
+    Control(
+        "a latent behind a query latent that is not there",
+        "rows",
+        "    of_latent = x\n",
+        "    of_latent = x + LATENT\n",
+        "no query latent, uneven, 18 tokens, halves",
+    ),
+    Control(
+        "an epsilon of queries that have no norm",
+        "mla_prolog_pto",
+        'x["rmsnorm_epsilon_ckv"],\n            rope',
+        'x["rmsnorm_epsilon_cq"],\n            rope',
+        "no query latent, two epsilons",
     ),
     Control(
         "a 3-D load, reshaped",

@@ -83,7 +83,7 @@ def test_no_rotary_part(op):
 
 
 @kernels
-@pytest.mark.parametrize("op", ["mla_prolog", "indexer_prolog"])
+@pytest.mark.parametrize("op", ["mla_prolog", "mla_prolog_plain", "indexer_prolog"])
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_both_rotations(op, interleaved):
     check(op, layer(2, 2), DTYPES[0], "nz", rope_interleaved=interleaved)
@@ -110,6 +110,16 @@ def test_options_of_the_layer_arrive():
 # h, ranks, plain, index heads
 DEEPSEEK, GLM5 = (7168, 1536, 128, 64), (6144, 2048, 192, 32)
 GLM5_FLASH = (4096, 1536, 256, 32)  # without a rotary part
+
+
+@gpu
+@pytest.mark.parametrize("heads, h", [(32, 2304), (16, 2048), (4, 2304)], ids=str)
+@pytest.mark.parametrize("tokens", [(1, 1), (2, 2), (33, 1), (100, 1), (1, 300)], ids=str)
+def test_sizes_without_a_query_latent(tokens, heads, h):
+    """Kimi-Linear, DeepSeek-V2-Lite, and a shard."""
+    sizes = dict(ranks=h, n=heads, plain=128, rank=512, rotary=64, index=(16, 128))
+    for form in ("nz", "linear"):
+        check("mla_prolog_plain", layer(*tokens, **sizes), torch.bfloat16, form)
 
 
 @gpu

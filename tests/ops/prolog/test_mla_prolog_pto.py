@@ -18,8 +18,11 @@ from ...support.samples import sample
 OP = "npu_mla_prolog_pto"
 
 
-def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
+def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", latent=True, **sizes):
+    """Not `latent`: there is no query latent, and W_uq_qr is [H, ..]."""
     skip_unless_taken(dtype, device, backend)
+    if not latent:
+        sizes["Rq"] = sizes.setdefault("H", 80)
     tokens = Tokens(B, S, dtype, **sizes).without_slots(beyond=3)
     w, (move, matrix) = tokens.layer, tokens.to(device, form)
     caches = dict(
@@ -31,11 +34,11 @@ def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
         OP,
         backend,
         token_x=move(tokens.x),
-        weight_dq=matrix(w.w_dq),
+        weight_dq=matrix(w.w_dq) if latent else None,
         weight_uq_qr=matrix(w.w_uq_qr),
         weight_uk=move(w.w_uk),
         weight_dkv_kr=matrix(w.w_dkv_kr),
-        rmsnorm_gamma_cq=move(w.gamma_cq),
+        rmsnorm_gamma_cq=move(w.gamma_cq) if latent else None,
         rmsnorm_gamma_ckv=move(w.gamma_ckv),
         rope_sin=move(tokens.sin),
         rope_cos=move(tokens.cos),
@@ -48,10 +51,12 @@ def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
     )
     plain, exact = tokens.outputs(
         lambda golden, at: golden.mla_prolog(
-            tokens.x[at], tokens.sin[at], tokens.cos[at], 1e-5, 3e-5, interleaved
+            tokens.x[at], tokens.sin[at], tokens.cos[at], 1e-5, 3e-5, interleaved, latent
         )
     )
-    check_outputs(("query", "query_rope", "query_norm"), outs, dtype, plain, exact)
+    names = ("query", "query_rope", "query_norm") if latent else ("query", "query_rope")
+    check_outputs(names, outs, dtype, plain, exact)
+    assert latent or (outs[2].shape == (0,) and outs[2].dtype is dtype)
     for i, name in enumerate(caches):
         check_caches(tokens, name, caches[name], before[name], plain[3 + i], exact[3 + i])
 
@@ -81,6 +86,74 @@ def test_weights_in_any_form(device, backend, form):
 )
 def test_other_sizes(device, backend, sizes):
     check(device, backend, torch.float16, 2, 3, True, **sizes)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("B", "S"), [(1, 1), (5, 7)])
+@every_dtype
+def test_without_a_query_latent(device, backend, dtype, B, S, interleaved):
+    check(device, backend, dtype, B, S, interleaved, latent=False)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", [dict(), dict(N=1, Dn=32, H=64), dict(N=20, Dr=0)], ids=str)
+def test_other_sizes_without_a_query_latent(device, backend, form, sizes):
+    check(device, backend, torch.float16, 2, 3, True, form, latent=False, **sizes)
+
+
+@pytest.mark.parametrize("form", ["row-major", "linear"])
+def test_uneven_sizes_without_a_query_latent(device, backend, form):
+    """No multiple of 16; 37 tokens."""
+    sizes = dict(H=70, N=5, Dn=24, R=40, Dr=10)
+    check(device, backend, torch.float16, 37, 1, False, form, latent=False, **sizes)
+
+
+def test_no_token_without_a_query_latent(device, backend):
+    given = plain_sample(device)
+    rows = ("token_x", "rope_sin", "rope_cos", "cache_index")
+    kept = {name: given[name].clone() for name in ("kv_cache", "kr_cache")}
+    outs = run(OP, backend, **given | {name: given[name][:0] for name in rows})
+    heads, _, rank = given["weight_uk"].shape
+    assert [list(out.shape) for out in outs] == [[0, 2, heads, rank], [0, 2, heads, 16], [0]]
+    assert all(torch.equal(given[name], kept[name]) for name in kept)
+
+
+def plain_sample(device, dtype=torch.float16):
+    """Small legal arguments without a query latent."""
+    given = sample(OP, device, dtype)
+    hidden = given["token_x"].shape[-1]
+    columns = given["weight_uk"].shape[0] * (given["weight_uk"].shape[1] + 16)
+    weight = custom.to_nz(torch.randn(hidden, columns).to(device, dtype))
+    return given | dict(weight_dq=None, rmsnorm_gamma_cq=None, weight_uq_qr=weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(weight_dq=None), "one of `weight_dq` and `rmsnorm_gamma_cq` is None, expected both"),
+        (dict(rmsnorm_gamma_cq=None), "one of `weight_dq` and .* or neither"),
+        (
+            dict(weight_dq=None, rmsnorm_gamma_cq=None),
+            r"`weight_uq_qr` has shape .* expected \[N\*\(Dn\+Dr\)/8, H/16",
+        ),
+        (
+            dict(weight_dq=None, rmsnorm_gamma_cq=None, weight_quant_mode=2),
+            "`weight_quant_mode` is 2, expected 0 without a query latent",
+        ),
+        (
+            dict(weight_dq=None, rmsnorm_gamma_cq=None, kv_cache_quant_mode=3),
+            "`kv_cache_quant_mode` is 3, expected 0 without a query latent",
+        ),
+    ],
+)
+def test_errors_without_a_query_latent(change, message):
+    refuse(OP, change, ValueError, message)
+
+
+@pytest.mark.parametrize("name", ["weight_dq", "rmsnorm_gamma_cq"])
+def test_v3_needs_a_query_latent(name):
+    """Its signature is torch_npu's."""
+    refuse("npu_mla_prolog_v3", {name: None}, TypeError, f"`{name}` is None, expected a tensor")
 
 
 @pytest.mark.parametrize(
