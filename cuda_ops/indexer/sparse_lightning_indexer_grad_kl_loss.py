@@ -9,10 +9,12 @@
 _scores_kernel gathers each row's keys once, for the target and the scores; _loss_kernel turns a
 row into its loss and d; lightning_indexer_grad.py takes d down to the indexer's inputs.
 
-    condition                                kernels, then _loss_kernel, lightning_indexer_grad.py
+    condition                                kernels
     Hopper, up to 128 heads, D above 256,    _rows_kernel then hopper/indexer_loss.py then
-      aligned rows, contiguous keys            _index_scores_kernel
-    else                                     _scores_kernel
+      aligned rows, contiguous keys          _index_scores_kernel then _loss_kernel then
+                                             lightning_indexer_grad.py
+    else                                     _scores_kernel then _loss_kernel then
+                                             lightning_indexer_grad.py
 """
 
 from __future__ import annotations

@@ -499,7 +499,6 @@ def stand_in(monkeypatch, *modules, at=None):
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
         exp2=torch.exp2,
         abs=torch.abs,
-        broadcast=lambda a, b: torch.broadcast_tensors(a, b),
         gather=lambda x, at, axis: torch.gather(x, axis, at.long()),
         reduce=lambda x, axis, combine: functools.reduce(combine, x.unbind(axis)),
         inline_asm_elementwise=_moved,

@@ -613,8 +613,8 @@ def _attend(
 
 
 def supports(q: Tensor, qr: Tensor, key: Tensor, kr: Tensor, rope: int, scale_log2: float) -> bool:
-    """Latents as wide as DeepSeek's, with its rotary part or none, in rows of whole pieces of 16
-    bytes; a scale that leaves the largest score the largest."""
+    """Latents as wide as DeepSeek's, with its rotary part or none; steps of 16 numbers, by which
+    the compiler knows that rows are aligned; a scale that leaves the largest score the largest."""
     return (
         gpu.is_hopper(q.device)
         and q.shape[-1] == 512
@@ -622,7 +622,7 @@ def supports(q: Tensor, qr: Tensor, key: Tensor, kr: Tensor, rope: int, scale_lo
         and rope in (0, 64)
         and scale_log2 >= LEAST
         and aligned(q, qr)
-        and not any(step % 8 for x in (q, qr) for step in x.stride()[:2])
+        and not any(step % 16 for x in (q, qr, key, kr) for step in x.stride()[:2])
         and describable(key)
         and describable(kr)
     )

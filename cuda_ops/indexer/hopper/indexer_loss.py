@@ -330,7 +330,8 @@ def supports(
     key_rope: Tensor | None,
     softmax_lse: Tensor | None,
 ) -> bool:
-    """Up to 128 heads (64 and fewer with their lse), wide keys, and rows of whole 16-byte units."""
+    """Up to 128 heads (64 and fewer with their lse), wide keys, and steps of 16 numbers, by which
+    the compiler knows that rows are aligned."""
     given = [x for x in (query, key, query_rope, key_rope) if x is not None]
     D, DR = query.shape[-1], 0 if query_rope is None else query_rope.shape[-1]
     return (
@@ -338,7 +339,7 @@ def supports(
         and 256 < D + DR <= LARGEST_D
         and D % 64 == DR % 64 == 0
         and all(x.data_ptr() % 16 == 0 for x in given)
-        and all(step % 8 == 0 for x in given for step in x.stride()[:-1])
+        and all(step % 16 == 0 for x in given for step in x.stride()[:-1])
         and (softmax_lse is None or softmax_lse.dtype is torch.float32)
         and gpu.is_hopper(query.device)
     )

@@ -575,8 +575,8 @@ def _entries(
 def supports(
     heads: int, value: Tensor | None, even: bool, q: Tensor, qr: Tensor, *more: Tensor
 ) -> bool:
-    """33 to 128 heads in eights, keys that are evenly spaced and hold the values, and rows of whole
-    pieces of 16 bytes; `more` are d_out, key and key_rope."""
+    """33 to 128 heads in eights, keys that are evenly spaced and hold the values, and steps of 16
+    numbers, by which the compiler knows that rows are aligned; `more`: d_out, key, key_rope."""
     given = (q, qr, *more)
     return (
         gpu.is_hopper(q.device)
@@ -588,7 +588,7 @@ def supports(
         and qr.shape[-1] == 64
         and q.element_size() == 2
         and aligned(*given)
-        and all(step % 8 == 0 for x in given for step in x.stride()[:-1])
+        and all(step % 16 == 0 for x in given for step in x.stride()[:-1])
     )
 
 

@@ -18,7 +18,9 @@ from ...support.kernels import gpu, hopper
 @hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("split", [False, True], ids=["joined", "rope apart"])
-@pytest.mark.parametrize("heads,size", [(128, 576), (65, 320), (96, 576), (64, 576), (16, 576), (3, 320)])
+@pytest.mark.parametrize(
+    "heads,size", [(128, 576), (65, 320), (96, 576), (64, 576), (16, 576), (3, 320)]
+)
 def test_both_kernels_equal_float64(heads, size, split, dtype, monkeypatch):
     """As near as test_indexer_loss.py asks of smaller cases; with log-sum-exps given too."""
     from custom.cuda_ops.common import gpu
