@@ -413,6 +413,8 @@ def _plain(
 ) -> None:
     size, v_size = q.shape[-1], v.shape[-1]
     padded, v_padded = padded_size(size), padded_size(v_size)
+    if gpu.is_hopper(q.device):  # tiles of narrower values: docs/sanitizer.md, a fault of ptxas
+        v_padded = max(v_padded, min(padded, 64))
     t = tiling(sizes, max(padded, v_padded), gpu.num_sms(q.device), gpu.shared_memory(q.device))
     listed, tiles = None, triton.cdiv(sizes.n_q * t.pack, t.queries)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -65,6 +66,13 @@ def _attention() -> Iterator[tuple[str, str, Make]]:
     yield "npu_fused_attention", case.label, case.make
     case = attention.case("npu_fused_attention_backward", 1, 32, 8, 4096, 4096, 256, True)
     yield "npu_fused_attention_backward", case.label, case.make
+
+    def off(at, seed):  # type: ignore[no-untyped-def]
+        """Rows that no copy of 16 bytes can read."""
+        sizes = dict(q=(1, 2, 48, 64), k=(1, 2, 64, 64), v=(1, 2, 64, 16))
+        return {n: _bf16(1 + math.prod(size))[1:].view(size) for n, size in sizes.items()}
+
+    yield "npu_fused_attention", "D64/16, rows off 16 bytes", off
 
 
 def _rows(s: int, n: int, r: int, dr: int, **more: Any) -> dict[str, Any]:

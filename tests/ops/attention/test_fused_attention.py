@@ -494,3 +494,20 @@ def test_a_nan_stays_one(keys, device, backend):
     wrong[0, 1, 2] = True
     assert o[wrong].isnan().all() and torch.equal(lse.isnan(), wrong)
     assert torch.equal(o[~wrong], right[~wrong]) and torch.equal(lse[~wrong], right_lse[~wrong])
+
+
+@pytest.mark.parametrize("d, v", [(24, 16), (64, 16), (128, 32)])
+@pytest.mark.parametrize("rows", [33, 130])
+def test_narrow_values_in_rows_off_16_bytes(rows, d, v, device, backend):
+    """No copy of 16 bytes reads them, so that products read what loads wrote."""
+
+    def off(*shape: int) -> torch.Tensor:
+        return torch.randn(1 + math.prod(shape), device=device).half()[1:].view(shape)
+
+    given = off(1, 2, rows, d), off(1, 2, 140, d), off(1, 2, 140, v)
+    q, k, value = (x.cpu().double() for x in given)
+    hidden = torch.ones(rows, 140).triu(140 - rows + 1).bool()
+    scores = (q @ k.mT * d**-0.5).masked_fill(hidden, float("-inf"))
+    exact = scores.softmax(-1) @ value
+    got = custom.npu_fused_attention(*given, causal=True)
+    torch.testing.assert_close(got.cpu().double(), exact, rtol=5e-3, atol=5e-3)
