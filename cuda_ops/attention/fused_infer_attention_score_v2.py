@@ -382,14 +382,19 @@ def _sizes(x: Arguments) -> tuple[int, int, int, int, int]:
     return kv.shape[0], tokens, heads, rank, rope
 
 
-def _chosen(x: Arguments) -> Tiles | None:
-    requests, tokens, heads, rank, rope = _sizes(x)
+def _work(x: Arguments) -> tuple[int, int, int]:
+    """(requests, rows of heads of each, keys that one can have)."""
+    requests, tokens, heads, _, _ = _sizes(x)
     table = x["block_table"]
     assert table is not None
     if is_packed(x["input_layout"]):
         tokens = cdiv(tokens, max(requests, 1))
-    reach = table.shape[1] * pages_of(x["key"]).shape[1]
-    return tiles(requests, tokens * heads, reach, rank, rope, x["query"].device)
+    return requests, tokens * heads, table.shape[1] * pages_of(x["key"]).shape[1]
+
+
+def _chosen(x: Arguments) -> Tiles | None:
+    _, _, _, rank, rope = _sizes(x)
+    return tiles(*_work(x), rank, rope, x["query"].device)
 
 
 def unsupported(**x: Unpack[Arguments]) -> str | None:
@@ -425,12 +430,9 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         kr = pages_of(x["key_rope"])
     pages, page = key.shape[:2]
     scale_log2 = x["softmax_scale"] * LOG2E.value
-    tile = _chosen(x)
-    assert tile is not None
     on_hopper = hopper.supports(q, qr, key, kr, rope, scale_log2)
-    if on_hopper:
-        each = (cdiv(tokens, max(requests, 1)) if packed else tokens) * heads
-        tile = in_parts(Tiles(64, 64, 4, 2, rank), requests, each, table.shape[1] * page, device)
+    tile = in_parts(Tiles(64, 64, 4, 2, rank), *_work(x), device) if on_hopper else _chosen(x)
+    assert tile is not None
     parts = Parts.of(tile.splits, count * heads, rank, lse)
     turned = layout in ("TND_NTD", "BSND_NBSD")
     places = dict(

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from unittest import mock
 import torch
 
 from .case import Arguments, Case, Draw, Outputs
-from .peers import cudnn_kda, installed
+from .peers import cudnn_kda, installed, taken
 
 BF16, FP32 = 2, 4
 N, NV, D = 16, 32, 128
@@ -379,14 +378,10 @@ def _fla_kda_grad(arguments: Arguments) -> Callable[[], Any] | None:
 
 
 def _called_once(call: Callable[[], Any]) -> Callable[[], Any] | None:
-    """`call`, compiled; none where fla-core refuses."""
-    try:
-        with _compiled_together():
-            call()
-    except RuntimeError as refusal:  # of some versions of Triton, whose result would be wrong
-        warnings.warn(f"no column for fla-core: {refusal}", stacklevel=2)
-        return None
-    return call
+    """`call`, compiled; none where fla-core refuses a version of Triton, whose result would be
+    wrong."""
+    with _compiled_together():
+        return taken("fla-core", call)
 
 
 @contextmanager

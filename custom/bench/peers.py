@@ -123,7 +123,7 @@ def _latents(arguments: Arguments) -> tuple[Tensor, Tensor]:
     return query.flatten(0, 1), key.flatten(0, -2)
 
 
-def _positions(arguments: Arguments) -> Tensor:
+def positions(arguments: Arguments) -> Tensor:
     """int32 [T, K]: rows of the keys as they lie in memory."""
     chosen = arguments["sparse_indices"]
     table = arguments.get("block_table")
@@ -144,7 +144,7 @@ def flash_mla_sparse(arguments: Arguments) -> Call | None:
     query, key = _latents(arguments)
     # its kernel is for 64 heads and multiples
     query = torch.nn.functional.pad(query, (0, 0, 0, -query.shape[1] % 64))
-    chosen = _positions(arguments)[:, None]
+    chosen = positions(arguments)[:, None]
     return taken("FlashMLA", partial(attend, query, key[:, None], chosen, arguments["scale_value"]))
 
 
@@ -179,7 +179,7 @@ def cudnn_attention_grad(arguments: Arguments) -> Call | None:
         d_out,
         _statistics(arguments),
         sink,
-        _positions(arguments),
+        positions(arguments),
         softmax_scale=arguments["scale_value"],
     )
     return taken("cuDNN", call)
@@ -197,7 +197,7 @@ def cudnn_indexer_grad(arguments: Arguments) -> Call | None:
         arguments["key"][:, :, 0],
         scores.clone(),
         scores,
-        _positions(arguments)[None],
+        positions(arguments)[None],
         torch.ones(1, device=scores.device),
     )
     return taken("cuDNN", call)
@@ -208,7 +208,7 @@ def cudnn_loss_grad(arguments: Arguments) -> Call | None:
     if not installed("cudnn.deepseek_sparse_attention", arguments["query"]):
         return None
     query, key = _latents(arguments)
-    chosen = _positions(arguments)[None]
+    chosen = positions(arguments)[None]
     lse = _statistics(arguments)[None]
     q_index, weights = arguments["query_index"], arguments["weights"]
     k_index = arguments["key_index"][:, :, 0]

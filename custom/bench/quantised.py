@@ -14,7 +14,7 @@ from torch import Tensor
 from ..dispatch.common import quantised
 from ..quantised import quantize_index_query
 from .case import Arguments, Case, Draw, Outputs
-from .peers import installed
+from .peers import installed, positions
 from .sparse_attention import (
     BATCHES,
     BF16,
@@ -240,9 +240,7 @@ def _flash_mla(arguments: Arguments) -> Callable[[], Any] | None:
     batch, length, heads, _size = query.shape
     # its kernels are for 64 and 128 heads
     query = torch.nn.functional.pad(query, (0, 0, 0, max(0, 64 - heads)))
-    position = arguments["sparse_indices"].view(batch, -1).long()
-    slots = arguments["block_table"].gather(1, position // P) * P + position % P
-    slots = slots.view(batch, length, -1).to(torch.int32)
+    slots = positions(arguments).view(batch, length, -1)
     plan, splits = flash_mla.get_mla_metadata()
     return partial(
         flash_mla.flash_mla_with_kvcache,
