@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from random import Random
 from typing import Any
 
@@ -155,8 +155,10 @@ def _of_kda_gradients(x: Arguments, exact: Outputs, eps: float) -> dict[str, flo
     by_g = torch.ones(())
     if x["use_gate_in_kernel"]:
         _, by_g, by_A = gate(g, x["A_log"], x["dt_bias"], x["lower_bound"])
-        of_A = (d_g * by_A / by_g).nan_to_num(0, 0, 0).sum(-1)
-        out |= {"output 6": 2 * eps * float(of_A.norm()), "output 7": 2 * eps * float(d_g.norm())}
+        of_A = (d_g * by_A / by_g).nan_to_num(0, 0, 0)
+        # of a channel's factors some are its own, some are shared by a token's channels
+        off = torch.hypot(of_A.norm(), of_A.sum(-1).norm())
+        out |= {"output 6": 2 * eps * float(off), "output 7": 2 * eps * float(d_g.norm())}
     if g.numel():
         decays = _of_decays(x["q"], x["k"], exact, eps)
         out["output 3"] = float(by_g.abs().nan_to_num(0).max() * decays.max())
@@ -216,24 +218,37 @@ def _of_scores(x: Arguments, exact: Outputs, eps: float) -> dict[str, float]:
     }
 
 
-def _of_compressed_gradients(x: Arguments, exact: Outputs, eps: float) -> dict[str, float]:
-    """A sum in another order is that of numbers a rounding off: what such a rounding of the inputs
-    does in float64, where a norm of few channels cancels."""
+def _of_roundings(
+    op: str, x: Arguments, exact: Outputs, eps: float, names: Collection[str]
+) -> dict[str, float]:
+    """What a rounding of each number of these inputs does in float64: the most of eight draws."""
     signs = torch.Generator().manual_seed(0)
 
-    def off(_: str, t: Tensor) -> Tensor:
+    def off(name: str, t: Tensor) -> Tensor:
         if not t.is_floating_point():
             return t
         sign = torch.randint(2, t.shape, generator=signs) * 2 - 1
-        return t.double() * (1 + eps * sign)
+        return t.double() * (1 + eps * sign) if name in names else t.double()
 
     most = dict.fromkeys(exact, 0.0)
     for _ in range(8):
-        came = _of_reference("npu_compressor_dense_grad", each_tensor(x, off), {})
+        came = _of_reference(op, each_tensor(x, off), {})
         for name, wanted in exact.items():
             if wanted.numel():
                 most[name] = max(most[name], float((came[name] - wanted).abs().max()))
     return most
+
+
+def _of_compressed_gradients(x: Arguments, exact: Outputs, eps: float) -> dict[str, float]:
+    """A sum in another order is that of numbers a rounding off, where a norm of few channels
+    cancels."""
+    return _of_roundings("npu_compressor_dense_grad", x, exact, eps, x)
+
+
+def _of_indexer_gradients(x: Arguments, exact: Outputs, eps: float) -> dict[str, float]:
+    """Kernels round ds = dy w to the dtype before the products d_q = ds k and d_k = ds q."""
+    off = _of_roundings("npu_lightning_indexer_grad", x, exact, eps, ("weights",))
+    return {name: off[name] for name in ("output 0", "output 1")}
 
 
 # by op, and whether a kernel ran
@@ -244,6 +259,7 @@ _BEYOND = {
     ("npu_indexer_loss", False): _of_probabilities,
     ("npu_quant_lightning_indexer_scores", True): _of_scores,
     ("npu_compressor_dense_grad", False): _of_compressed_gradients,
+    ("npu_lightning_indexer_grad", True): _of_indexer_gradients,
 }
 
 
