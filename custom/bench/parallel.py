@@ -165,7 +165,7 @@ def _timed(call: Callable[[], Any], device: torch.device) -> float:
             call()
     api.current_stream().wait_stream(side)
     graph = api.CUDAGraph() if device.type == "cuda" else api.NPUGraph()
-    with api.graph(graph, capture_error_mode="thread_local"):
+    with api.graph(graph, stream=side, capture_error_mode="thread_local"):
         for _ in range(4):
             call()
     times = []
