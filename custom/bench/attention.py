@@ -156,15 +156,16 @@ def case(
     backward = op.endswith("_backward")
     e = d if v is None else v
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         of_q, of_k = ((b * s, n), (b * s2, nk)) if packed else ((b, n, s), (b, nk, s2))
         forward: Arguments = dict(q=draw.normal(*of_q, d), causal=causal)
         forward |= dict(k=draw.normal(*of_k, d), v=draw.normal(*of_k, e))
         if packed:
             for name, length in (("q", s), ("k", s2)):
                 ends = list(accumulate([0] + [length] * b))
-                forward[f"cu_seqlens_{name}"] = torch.tensor(ends, dtype=torch.int32, device=device)
+                forward[f"cu_seqlens_{name}"] = torch.tensor(
+                    ends, dtype=torch.int32, device=draw.device
+                )
         if not backward:
             return forward
         o, lse = torch.ops.custom.npu_fused_attention(**forward)

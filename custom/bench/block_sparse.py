@@ -45,8 +45,7 @@ def attention(model: Model, b: int, s: int, context: int) -> Case:
     """Requests share no page."""
     pages = -(-context // PAGE)
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         index_heads = model.shared if model.own else 1
         cache = draw.normal(b * pages, 2, PAGE, model.shared, model.size)
         # of the blocks that every token of the request sees whole
@@ -93,8 +92,7 @@ def indexer(model: Model, b: int, s: int, context: int) -> Case:
     """As many heads as there are of keys in the attention, on one of keys."""
     pages = -(-context // PAGE)
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(
             query=draw.normal(b * s, model.shared, model.size),
             key=draw.normal(b * pages, PAGE, 1, model.size),

@@ -19,7 +19,7 @@ Outputs = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """`make(device, seed)` gives the arguments of `torch.ops.custom.<op>`; `part(arguments)` gives
+    """`drawn` gives the arguments of `torch.ops.custom.<op>`; `part(arguments)` gives
     (arguments, select): a piece small enough for the reference, and which part of the full outputs
     it must equal (it may change the arguments, which the check alone uses).  `peers` are other
     implementations: name -> function of the arguments that returns the call to time, or None where
@@ -31,7 +31,7 @@ class Case:
 
     op: str
     label: str
-    make: Callable[[torch.device, int], Arguments]
+    drawn: Callable[[Draw], Arguments]
     part: Callable[[Arguments], tuple[Arguments, Callable[[Outputs], Outputs]]]
     bytes: float
     flops: float
@@ -43,6 +43,9 @@ class Case:
     rate: float = 1.0
     tolerance: float = 2e-2  # relative Frobenius error; one bf16 rounding is 2**-9
 
+    def make(self, device: torch.device, seed: int) -> Arguments:
+        return self.drawn(Draw(device, seed))
+
     def call(self, arguments: Arguments) -> Any:
         return getattr(torch.ops.custom, self.op)(**arguments)
 
@@ -50,14 +53,14 @@ class Case:
 def in_linear(case: Case) -> Case:
     """The row with its NZ weights as nn.Linear has them, without the peers."""
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        arguments = case.make(device, seed)
+    def make(draw: Draw) -> Arguments:
+        arguments = case.drawn(draw)
         for name, x in arguments.items():
             if isinstance(x, Tensor) and x.ndim >= 4 and name.startswith(("w_", "weight_")):
                 arguments[name] = from_nz(x).mT.contiguous()
         return arguments | dict(weight_format="linear")
 
-    return replace(case, make=make, label=f"{case.label}, linear", peers={}, stages=None)
+    return replace(case, drawn=make, label=f"{case.label}, linear", peers={}, stages=None)
 
 
 class Draw:

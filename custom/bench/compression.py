@@ -51,8 +51,7 @@ def decode_case(b: int, d: int, m: int, s: int = 1, h: int = HIDDEN) -> Case:
     ring = -(-(coff * m + s) // page)
     entries = 64
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         states = draw.normal(b * ring, page, 2 * coff * d, dtype=torch.float32)
         return _layer(draw, h, d, m) | dict(
             x=draw.normal(b, s, h),
@@ -81,8 +80,7 @@ def decode_case(b: int, d: int, m: int, s: int = 1, h: int = HIDDEN) -> Case:
 def pool_case(b: int, d: int = 128, m: int = 4, h: int = 4096) -> Case:
     """Pooled index keys of a step: every request closes a pool."""
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(
             norm_weight=None,
             rope_head_dim=0,
@@ -119,8 +117,7 @@ def pool_case(b: int, d: int = 128, m: int = 4, h: int = 4096) -> Case:
 def dense_case(t: int, d: int, m: int, h: int = HIDDEN) -> Case:
     coff = _coff(m)
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return _layer(draw, h, d, m) | dict(
             x=draw.normal(1, t, h), **_angles(draw, (1, -(-t // m)), d)
         )
@@ -139,9 +136,8 @@ def dense_case(t: int, d: int, m: int, h: int = HIDDEN) -> Case:
 def grad_case(t: int, d: int, m: int, h: int = HIDDEN) -> Case:
     forward, coff = dense_case(t, d, m, h), _coff(m)
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed + 1000)
-        return forward.make(device, seed) | dict(d_out=draw.normal(1, -(-t // m), d))
+    def make(draw: Draw) -> Arguments:
+        return forward.drawn(draw) | dict(d_out=draw.normal(1, -(-t // m), d))
 
     return Case(
         "npu_compressor_dense_grad",

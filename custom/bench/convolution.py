@@ -21,14 +21,13 @@ Call = Callable[[], Any]
 
 
 def prefill_case(t: int, sequences: int = 1, d: int = D) -> Case:
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         ends = [t * n // sequences for n in range(sequences + 1)]
         return dict(
             x=draw.normal(t, d),
             weight=draw.normal(W, d),
             initial_states=draw.normal(sequences, W - 1, d),
-            query_start_loc=torch.tensor(ends, dtype=torch.int32, device=device),
+            query_start_loc=torch.tensor(ends, dtype=torch.int32, device=draw.device),
             activation="silu",
         )
 
@@ -89,8 +88,8 @@ def _fla(arguments: Arguments) -> Call | None:
 def grad_case(t: int, d: int = D) -> Case:
     forward = prefill_case(t, 1, d)
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        arguments, draw = forward.make(device, seed), Draw(device, seed + 1000)
+    def make(draw: Draw) -> Arguments:
+        arguments = forward.drawn(draw)
         del arguments["initial_states"]
         return arguments | dict(d_out=draw.normal(t, d))
 
@@ -145,18 +144,17 @@ def _fla_grad(arguments: Arguments) -> Call | None:
 def update_case(b: int, s: int = 1, d: int = D) -> Case:
     columns = W - 2 + s
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         arguments = dict(
             x=draw.normal(b, s, d),
             conv_states=draw.normal(b + 1, columns, d),
             weight=draw.normal(W, d),
             activation="silu",
             # slot 0 is what servers keep for padding
-            conv_state_indices=torch.arange(1, b + 1, device=device, dtype=torch.int32),
+            conv_state_indices=torch.arange(1, b + 1, device=draw.device, dtype=torch.int32),
         )
         if s > 1:
-            accepted = torch.arange(b, device=device, dtype=torch.int32) % s + 1
+            accepted = torch.arange(b, device=draw.device, dtype=torch.int32) % s + 1
             arguments["num_accepted_tokens"] = accepted
         return arguments
 
@@ -193,14 +191,13 @@ def fused_case(b: int, s: int, d: int = D) -> Case:
     """torch_npu's: prompts and steps alike, of b sequences of s tokens."""
     columns = 2 + min(s, 8)
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
-        order = torch.arange(1, b + 1, device=device, dtype=torch.int32)
+    def make(draw: Draw) -> Arguments:
+        order = torch.arange(1, b + 1, device=draw.device, dtype=torch.int32)
         return dict(
             x=draw.normal(b * s, d),
             weight=draw.normal(3, d),
             conv_states=draw.normal(b + 1, columns, d),
-            query_start_loc=torch.arange(0, b * s + 1, s, device=device, dtype=torch.int32),
+            query_start_loc=torch.arange(0, b * s + 1, s, device=draw.device, dtype=torch.int32),
             cache_indices=order,
             num_accepted_tokens=order % min(s, 8) + 1,
             num_computed_tokens=order,
@@ -237,8 +234,7 @@ def in_place_case(b: int, s: int, d: int = D) -> Case:
 
 
 def norm_case(t: int, heads: int = 32, size: int = 128) -> Case:
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(
             x=draw.normal(t, heads, size),
             gate=draw.normal(t, heads, size),
@@ -264,9 +260,8 @@ def norm_case(t: int, heads: int = 32, size: int = 128) -> Case:
 def norm_grad_case(t: int, heads: int = 32, size: int = 128) -> Case:
     forward = norm_case(t, heads, size)
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed + 1000)
-        return forward.make(device, seed) | dict(d_out=draw.normal(t, heads, size))
+    def make(draw: Draw) -> Arguments:
+        return forward.drawn(draw) | dict(d_out=draw.normal(t, heads, size))
 
     return Case(
         "npu_gated_rms_norm_grad",

@@ -42,8 +42,7 @@ def _of_chunks(t: int, heads: int, vectors: int, states: int, products: tuple[in
 
 
 def decode_case(b: int, t: int, layout: str, dtype: torch.dtype = torch.float32) -> Case:
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(
             A_log=draw.normal(NV, dtype=torch.float32),
             a=draw.normal(b, t, NV),
@@ -56,7 +55,7 @@ def decode_case(b: int, t: int, layout: str, dtype: torch.dtype = torch.float32)
             b=draw.normal(b, t, NV),
             initial_state_source=draw.normal(b + 1, NV, D, D, dtype=dtype),
             # slot 0 is what servers keep for padding
-            initial_state_indices=torch.arange(1, b + 1, device=device, dtype=torch.int32),
+            initial_state_indices=torch.arange(1, b + 1, device=draw.device, dtype=torch.int32),
             use_qk_l2norm_in_kernel=True,
             state_layout=layout,
         )
@@ -107,8 +106,7 @@ def _fla_decode(arguments: Arguments) -> Callable[[], Any] | None:
 
 
 def chunk_case(t: int) -> Case:
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(
             query=torch.nn.functional.normalize(draw.normal(t, N, D), dim=-1),
             key=torch.nn.functional.normalize(draw.normal(t, N, D), dim=-1),
@@ -141,9 +139,8 @@ def chunk_case(t: int) -> Case:
 def chunk_grad_case(t: int) -> Case:
     forward = chunk_case(t)
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        arguments, draw = forward.make(device, seed), Draw(device, seed + 1000)
-        return arguments | dict(
+    def make(draw: Draw) -> Arguments:
+        return forward.drawn(draw) | dict(
             d_out=draw.normal(t, NV, D),
             d_final_state=draw.normal(1, NV, D, D, dtype=torch.float32, std=0.1),
         )
@@ -221,9 +218,8 @@ def recurrent_case(b: int, s: int, small: bool = False) -> Case:
     heads, values, size = (2, 4, 16) if small else (N, NV, D)
     tokens = b * s
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
-        order = torch.arange(1, tokens + 1, device=device, dtype=torch.int32)
+    def make(draw: Draw) -> Arguments:
+        order = torch.arange(1, tokens + 1, device=draw.device, dtype=torch.int32)
         return dict(
             query=draw.normal(tokens, heads, size, std=size**-0.5),
             key=draw.normal(tokens, heads, size, std=size**-0.5),
@@ -260,8 +256,7 @@ KDA = 32  # heads, of queries and of values
 def kda_case(t: int, lower_bound: float | None = None) -> Case:
     """As Kimi-Linear calls it: gate and norms inside."""
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(
             q=draw.normal(1, t, KDA, D),
             k=draw.normal(1, t, KDA, D),
@@ -299,9 +294,8 @@ def kda_case(t: int, lower_bound: float | None = None) -> Case:
 def kda_grad_case(t: int, lower_bound: float | None = None) -> Case:
     forward = kda_case(t, lower_bound)
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        arguments, draw = forward.make(device, seed), Draw(device, seed + 1000)
-        return arguments | dict(
+    def make(draw: Draw) -> Arguments:
+        return forward.drawn(draw) | dict(
             d_out=draw.normal(1, t, KDA, D),
             d_final_state=draw.normal(1, KDA, D, D, dtype=torch.float32, std=0.1),
         )
@@ -410,8 +404,7 @@ def layer_case(b: int, layout: str, small: bool = False, heads: tuple[int, int] 
     queries, values, size = (2, 4, 16) if small else (*heads, D)
     channels = 2 * queries * size + values * size
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(
             mixed_qkv=draw.normal(b, 1, channels),
             z=draw.normal(b, 1, values, size),
@@ -424,7 +417,7 @@ def layer_case(b: int, layout: str, small: bool = False, heads: tuple[int, int] 
             dt_bias=draw.normal(values, dtype=torch.float32),
             norm_weight=draw.normal(size),
             # slot 0 is what servers keep for padding
-            state_indices=torch.arange(1, b + 1, device=device, dtype=torch.int32),
+            state_indices=torch.arange(1, b + 1, device=draw.device, dtype=torch.int32),
             state_layout=layout,
         )
 
@@ -451,9 +444,8 @@ def kda_layer_case(model: str, heads: int, b: int, lower_bound: float | None = N
     """A decode step of a KDA layer: as many heads of queries as of values, a decay by channel."""
     plain = layer_case(b, "kv", heads=(heads, heads))
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed + 1000)
-        return plain.make(device, seed) | dict(
+    def make(draw: Draw) -> Arguments:
+        return plain.drawn(draw) | dict(
             a=draw.normal(b, 1, heads, D),
             dt_bias=draw.normal(heads, D, dtype=torch.float32) - 2,
             gate_activation="sigmoid",
@@ -464,7 +456,7 @@ def kda_layer_case(model: str, heads: int, b: int, lower_bound: float | None = N
     return replace(
         plain,
         label=f"{b} x 1 tokens, KDA of {model}",
-        make=make,
+        drawn=make,
         bytes=plain.bytes + BF16 * b * heads * D,
         shape=dict(b=b, heads=heads),
     )

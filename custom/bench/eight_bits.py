@@ -110,8 +110,7 @@ _NAMES = ("token_x", "rope_sin", "rope_cos", "cache_index")
 def mla_prolog_case(b: int, n: int, kind: str, npu: bool = False) -> Case:
     """Caches of 8 bits as well."""
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         table = draw.table(b, 2)
         rows, _ = _pages(draw, 2 * b, npu)
         return _mla(draw, kind, n, npu) | _tokens(draw, b, _slots(draw, table, P)) | rows
@@ -133,8 +132,7 @@ def mla_prolog_case(b: int, n: int, kind: str, npu: bool = False) -> Case:
 
 
 def indexer_prolog_case(b: int, kind: str, npu: bool = False) -> Case:
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         table = draw.table(b, 2)
         norm = dict(query_norm=draw.normal(b, 1, DEEPSEEK.rq))
         both = _index(draw, kind, npu) | _tokens(draw, b, _slots(draw, table, P)) | norm
@@ -167,8 +165,7 @@ def layer_case(b: int, n: int, context: int, k: int = 2048, npu: bool = False) -
     weights = mla_prolog_case(b, n, kind).bytes + indexer_prolog_case(b, kind).bytes
     m = DEEPSEEK
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         table = draw.table(b, pages)
         caches = _layer_pages(draw, b * pages, npu)
         mla, indexer = _mla(draw, kind, n, npu), _index(draw, kind, npu)

@@ -55,7 +55,7 @@ def _case(
     return Case(
         op,
         f"h {h}, {tokens} tokens",
-        lambda device, seed: make(Draw(device, seed)),
+        make,
         _whole,
         bytes=float(BF16 * tokens * moved * h + (FLOAT * 24 * 4 * h if products else 0)),
         flops=2.0 * tokens * h * (products * 24 * 4 + 16),

@@ -15,12 +15,11 @@ from .case import Arguments, Case, Draw, Outputs
 BF16 = 2
 
 
-def _indices(device: torch.device, seed: int, s: int, s2: int, k: int) -> torch.Tensor:
+def _indices(draw: Draw, s: int, s2: int, k: int) -> torch.Tensor:
     """Ascending positions below each row's limit; -1 behind them where fewer than `k` exist."""
-    draw = Draw(device, seed)
-    limit = torch.arange(s2 - s + 1, s2 + 1, device=device)[:, None]
-    slot = torch.arange(k, device=device)[None]
-    spread = torch.rand(s, k, device=device, generator=draw.random)
+    limit = torch.arange(s2 - s + 1, s2 + 1, device=draw.device)[:, None]
+    slot = torch.arange(k, device=draw.device)[None]
+    spread = torch.rand(s, k, device=draw.device, generator=draw.random)
     wide = ((slot + spread) * limit.clamp_min(k) / k).long()
     return torch.where(slot < limit, torch.where(limit > k, wide.minimum(limit - 1), slot), -1)[
         None
@@ -28,13 +27,12 @@ def _indices(device: torch.device, seed: int, s: int, s2: int, k: int) -> torch.
 
 
 def loss_case(n: int, d: int, s: int, s2: int, k: int, lse: bool = False) -> Case:
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         arguments = dict(
             query=draw.normal(1, n, s, d),
             key=draw.normal(1, s2, d),
             index_score=draw.normal(1, s, k, dtype=torch.float32),
-            indices=_indices(device, seed, s, s2, k).to(torch.int32),
+            indices=_indices(draw, s, s2, k).to(torch.int32),
             scaling=d**-0.5,
             chunk_offset=s2 - s,
         )
@@ -82,12 +80,11 @@ def _lse(arguments: Arguments) -> torch.Tensor:
 
 
 def backward_case(s: int, s2: int, k: int) -> Case:
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(
             grad_loss=draw.normal(1, s, dtype=torch.float32),
             index_score=draw.normal(1, s, k, dtype=torch.float32),
-            indices=_indices(device, seed, s, s2, k).to(torch.int32),
+            indices=_indices(draw, s, s2, k).to(torch.int32),
             target=draw.normal(1, s, k, dtype=torch.float32).abs(),
             key_length=s2,
             chunk_offset=s2 - s,

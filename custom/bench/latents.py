@@ -27,8 +27,7 @@ def decode_case(b: int, s: int, n: int, context: int) -> Case:
     """`s` query tokens for each of `b` requests of `context` tokens, which share no page."""
     pages = context // P
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         rows = draw.normal(b * pages, P, 1, R + DR)  # as engines and FlashMLA keep them
         latent, rope = rows.split([R, DR], -1)
         return _options(n) | dict(
@@ -67,7 +66,7 @@ def prefill_case(s: int, n: int, context: int) -> Case:
     return Case(
         whole.op,
         f"{n} heads, prefill of {s} queries, {context // 1024}K keys",
-        whole.make,
+        whole.drawn,
         part,
         bytes=whole.bytes,
         flops=2.0 * n * (2 * R + DR) * (s * (context - s) + s * (s + 1) / 2),

@@ -26,8 +26,7 @@ def _whole(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs
 
 
 def states_case(parts: int, rows: int, n: int, d: int) -> Case:
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(
             outs=draw.normal(parts, rows, n, d),
             lses=draw.normal(parts, rows, n, dtype=torch.float32),
@@ -49,11 +48,10 @@ def states_case(parts: int, rows: int, n: int, d: int) -> Case:
 
 
 def topk_case(parts: int, rows: int, k: int) -> Case:
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         own = draw.chosen(parts * rows, k, 32 * k).view(parts, rows, k)
         # dealt out in turn
-        rank = torch.arange(parts, device=device, dtype=torch.int32)[:, None, None]
+        rank = torch.arange(parts, device=draw.device, dtype=torch.int32)[:, None, None]
         return dict(
             values=draw.normal(parts, rows, k, dtype=torch.float32),
             positions=own * parts + rank,
@@ -73,8 +71,7 @@ def topk_case(parts: int, rows: int, k: int) -> Case:
 
 
 def localize_case(rows: int, k: int, size: int) -> Case:
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(indices=draw.chosen(rows, k, 32 * k), rank=1, size=size, interleave=64)
 
     return Case(
@@ -115,12 +112,12 @@ def _scores(small: bool) -> list[Case]:
 
 
 def _with_scores(case: Case) -> Case:
-    def make(device: torch.device, seed: int) -> Arguments:
-        arguments = case.make(device, seed)
+    def make(draw: Draw) -> Arguments:
+        arguments = case.drawn(draw)
         del arguments["return_value"]
         return arguments
 
-    return replace(case, op="npu_lightning_indexer_scores", make=make, peers={})
+    return replace(case, op="npu_lightning_indexer_scores", drawn=make, peers={})
 
 
 PRESETS = {

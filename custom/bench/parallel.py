@@ -165,7 +165,7 @@ def _timed(call: Callable[[], Any], device: torch.device) -> float:
             call()
     api.current_stream().wait_stream(side)
     graph = api.CUDAGraph() if device.type == "cuda" else api.NPUGraph()
-    with api.graph(graph, capture_error_mode="thread_local"):
+    with api.graph(graph, stream=side, capture_error_mode="thread_local"):
         for _ in range(4):
             call()
     times = []
@@ -195,7 +195,7 @@ class Step:
         self.b, self.n, self.k, self.group = b, n, k, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.options: dict[str, Any] = dict(sparse_count=k, softmax_scale=model.scale)
-        self.layer = _layer(device, 0, b, 1, n, context, model)
+        self.layer = _layer(Draw(device, 0), b, 1, n, context, model)
         draw = Draw(device, 1)
         self.up = draw.normal(n, R, DV, std=R**-0.5)
         self.down = draw.normal(model.h, n * DV, std=(n * DV) ** -0.5)

@@ -58,8 +58,7 @@ def indexer_case(b: int, s: int, context: int, kind: str, k: int = 2048, op: str
     """Scores and top-k over paged index keys of 8 bits, pages of 64."""
     pages, ni = context // P, DEEPSEEK.ni
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         values, scales = _index_cache(draw, b * pages, kind)
         query, weights, _ = quantize_index_query(
             draw.normal(b, s, ni, DI), draw.normal(b, s, ni), kind=kind
@@ -168,8 +167,7 @@ def attention_case(
     pages, dr, keys = context // P, model.dr, model.keys_of(k)
     row_layout = quantised.NOPE_SCALE_ROPE if kind == "fp8" else quantised.NOPE_ROPE_SCALE
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         rows = _rows(draw, b * context, kind, row_layout, dr)
         return dict(
             query=draw.normal(b, s, n, R + dr),
@@ -269,8 +267,7 @@ def _slots(draw: Draw, tokens: int, pages: int) -> Tensor:
 
 
 def index_write_case(tokens: int, kind: str, pages: int = 1024) -> Case:
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         values, scales = _index_cache(draw, pages, kind)
         slots = _slots(draw, tokens, pages)
         return dict(k=draw.normal(tokens, DI), values=values, scales=scales, slots=slots, kind=kind)
@@ -289,9 +286,8 @@ def index_write_case(tokens: int, kind: str, pages: int = 1024) -> Case:
 def latent_write_case(tokens: int, kind: str, pages: int = 1024) -> Case:
     row_layout = quantised.NOPE_SCALE_ROPE if kind == "fp8" else quantised.NOPE_ROPE_SCALE
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
-        rows = torch.zeros(pages, P, 1, quantised.ROW, dtype=torch.uint8, device=device)
+    def make(draw: Draw) -> Arguments:
+        rows = torch.zeros(pages, P, 1, quantised.ROW, dtype=torch.uint8, device=draw.device)
         return dict(
             ckv=draw.normal(tokens, R),
             k_rope=draw.normal(tokens, DR),
@@ -315,8 +311,7 @@ def latent_write_case(tokens: int, kind: str, pages: int = 1024) -> Case:
 def query_case(tokens: int, kind: str) -> Case:
     ni = DEEPSEEK.ni
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(
             q=draw.normal(tokens, ni, DI),
             weights=draw.normal(tokens, ni),
@@ -339,7 +334,7 @@ def hadamard_case(rows: int) -> Case:
     return Case(
         "npu_hadamard",
         f"{rows} rows",
-        lambda device, seed: dict(x=Draw(device, seed).normal(rows, DI)),
+        lambda draw: dict(x=draw.normal(rows, DI)),
         _whole,
         bytes=float(2 * rows * DI * BF16),
         flops=8.0 * rows * DI,

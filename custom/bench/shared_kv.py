@@ -76,12 +76,11 @@ def case(
     """Paged caches; requests share no page."""
     eight_bits, m, page = op == BYTES, RATIOS[kind], cut.rows
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         # the window's pages go round
         held = -(-(WINDOW + s) // page) + 1
         table = draw.table(b, held)
-        columns = torch.arange(context // page, device=device) % held
+        columns = torch.arange(context // page, device=draw.device) % held
         given = dict(
             q=draw.normal(b, s, n, D),
             ori_kv=_cache(draw, b * held, page, eight_bits),
@@ -152,8 +151,7 @@ def gradient_case(kind: str, s: int, n: int, k: int) -> Case:
     """A prompt of `s` tokens with dense keys."""
     m = RATIOS[kind]
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         given = dict(
             q=draw.normal(1, s, n, D),
             ori_kv=draw.normal(1, s, 1, D),

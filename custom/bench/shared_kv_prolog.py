@@ -36,9 +36,7 @@ def prolog_case(b: int, model: Model, kv_kind: str = "none") -> Case:
     of_heads = model.n * D + NI * DI
     size = model.h * (model.rq + D + NI) + model.rq * of_heads
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
-
+    def make(draw: Draw) -> Arguments:
         def weight(k: int, n: int) -> torch.Tensor:
             return to_nz(draw.normal(k, n, std=k**-0.5))
 
@@ -48,7 +46,7 @@ def prolog_case(b: int, model: Model, kv_kind: str = "none") -> Case:
             P,
             1,
             V4_ROW if packed else D,
-            device=device,
+            device=draw.device,
             dtype=torch.uint8 if packed else torch.bfloat16,
         )
         return dict(
@@ -85,8 +83,7 @@ def output_case(b: int, model: Model) -> Case:
     deep = model.n // model.groups * D
     size = model.groups * RO * (deep + model.h)
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(
             attn_out=draw.normal(b, 1, model.n, D),
             w_o_a=to_nz(draw.normal(model.groups, deep, RO, std=deep**-0.5)),

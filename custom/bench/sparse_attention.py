@@ -105,8 +105,7 @@ def attention_case(
     positions ascend, one in each of `k` equal pieces of the context; `selected` has pools."""
     pages, dr, read = context // P, model.dr, model.keys_of(k)
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(
             query=draw.normal(b, s, n, R),
             key=draw.normal(b * pages, P, 1, R),
@@ -139,8 +138,7 @@ def attention_case(
 def prefill_case(s: int, n: int, context: int, k: int = 2048, model: Model = DEEPSEEK) -> Case:
     """Sparse attention of one long chunk of queries over dense keys."""
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(
             query=draw.normal(1, s, n, R),
             key=draw.normal(1, context, 1, R),
@@ -174,8 +172,7 @@ def indexer_case(b: int, s: int, context: int, k: int = 2048, model: Model = DEE
     """Scores and top-k over paged index keys."""
     pages, ni = context // P, model.ni
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(
             query=draw.normal(b, s, ni, DI),
             key=draw.normal(b * pages, P, 1, DI),
@@ -199,14 +196,11 @@ def indexer_case(b: int, s: int, context: int, k: int = 2048, model: Model = DEE
     )
 
 
-def _layer(
-    device: torch.device, seed: int, b: int, s: int, n: int, context: int, model: Model
-) -> Arguments:
-    draw = Draw(device, seed)
+def _layer(draw: Draw, b: int, s: int, n: int, context: int, model: Model) -> Arguments:
     h, rq, dn, ni = model.h, model.rq, model.dn, model.ni
     pages = context // P
     table = draw.table(b, pages)
-    position = torch.arange(context - s, context, device=device)
+    position = torch.arange(context - s, context, device=draw.device)
     slots = table[:, position // P] * P + position % P
     return dict(
         x=draw.normal(b, s, h),
@@ -261,8 +255,8 @@ def _renamed(layer: Arguments, names: dict[str, str]) -> Arguments:
 def mla_prolog_case(b: int, n: int, model: Model = DEEPSEEK) -> Case:
     size, _ = model.prolog_size(n)
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        given = _renamed(_layer(device, seed, b, 1, n, P, model), MLA_PROLOG)
+    def make(draw: Draw) -> Arguments:
+        given = _renamed(_layer(draw, b, 1, n, P, model), MLA_PROLOG)
         return given if model.rq else given | dict(weight_dq=None, rmsnorm_gamma_cq=None)
 
     return Case(
@@ -280,9 +274,9 @@ def mla_prolog_case(b: int, n: int, model: Model = DEEPSEEK) -> Case:
 def indexer_prolog_case(b: int, model: Model = DEEPSEEK) -> Case:
     _, size = model.prolog_size(1)
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        query_norm = Draw(device, seed + 1).normal(b, 1, model.rq)
-        layer = _layer(device, seed, b, 1, 1, P, model)
+    def make(draw: Draw) -> Arguments:
+        query_norm = draw.normal(b, 1, model.rq)
+        layer = _layer(draw, b, 1, 1, P, model)
         return _renamed(layer, INDEXER_PROLOG) | dict(
             query_norm=query_norm, rope_interleaved=model.index_rope_interleaved
         )
@@ -315,8 +309,8 @@ def layer_case(
     weights = sum(model.prolog_size(n))
     interleaved = model.index_rope_interleaved
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        return _layer(device, seed, b, s, n, context, model) | dict(
+    def make(draw: Draw) -> Arguments:
+        return _layer(draw, b, s, n, context, model) | dict(
             sparse_count=k, index_rope_interleaved=interleaved
         )
 
@@ -383,9 +377,9 @@ def shared_case(
     attention = attention_case(b, s, n, context, k, model)
     weights, _ = model.prolog_size(n)
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        layer = _layer(device, seed, b, s, n, context, model)
-        chosen = Draw(device, seed + 1).chosen(b * s, k, context - s).view(b, s, 1, k)
+    def make(draw: Draw) -> Arguments:
+        layer = _layer(draw, b, s, n, context, model)
+        chosen = draw.chosen(b * s, k, context - s).view(b, s, 1, k)
         kept = (*MLA_PROLOG.values(), "block_table", "act_seqs")
         return {name: layer[name] for name in kept} | dict(sparse_indices=chosen)
 

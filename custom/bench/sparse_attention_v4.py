@@ -45,14 +45,12 @@ def layer_case(
     entries_each = entry_page or (P if kind == "CSA" else 2)
     deep = model.n // model.groups * D
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
-
+    def make(draw: Draw) -> Arguments:
         def weight(*shape: int) -> Tensor:
             return to_nz(draw.normal(*shape, std=shape[-2] ** -0.5))
 
         # the window's pages go round
-        columns = torch.arange(context // page, device=device) % held
+        columns = torch.arange(context // page, device=draw.device) % held
         given = dict(
             x=draw.normal(b, s, model.h),
             w_dq=weight(model.h, model.rq),

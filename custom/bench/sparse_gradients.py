@@ -59,8 +59,7 @@ def _last_rows(names: dict[str, int], others: dict[str, Any], by_row: tuple[int,
 
 
 def attention_case(s: int, n: int, context: int, k: int = 2048) -> Case:
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         attention = _attention(draw, s, n, context, k)
         out, peak, total = _statistics(attention)
         return attention | dict(
@@ -91,8 +90,7 @@ def attention_case(s: int, n: int, context: int, k: int = 2048) -> Case:
 def indexer_case(s: int, context: int, k: int = 2048) -> Case:
     ni = DEEPSEEK.ni
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         return dict(
             query=draw.normal(1, s, ni, DI),
             key=draw.normal(1, context, 1, DI),
@@ -118,8 +116,7 @@ def indexer_case(s: int, context: int, k: int = 2048) -> Case:
 def loss_case(s: int, n: int, context: int, k: int = 2048) -> Case:
     ni = DEEPSEEK.ni
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        draw = Draw(device, seed)
+    def make(draw: Draw) -> Arguments:
         attention = _attention(draw, s, n, context, k)
         _, peak, total = _statistics(attention)
         return attention | dict(

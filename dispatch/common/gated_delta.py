@@ -10,6 +10,12 @@ from typing import Any
 from torch import Tensor
 
 
+def _states_kept(x: dict[str, Any]) -> dict[str, Any]:
+    """What the convolution and the rule are told alike of the states behind a step's tokens."""
+    names = ("disable_state_update", "intermediate_state_indices", "retrieve_parent_token")
+    return {name: x[name] for name in names}
+
+
 def convolution(x: dict[str, Any]) -> dict[str, Any]:
     """The arguments of npu_causal_conv1d_update."""
     return dict(
@@ -22,10 +28,8 @@ def convolution(x: dict[str, Any]) -> dict[str, Any]:
         query_start_loc=None,
         num_accepted_tokens=None,
         pad_slot_id=-1,
-        disable_state_update=x["disable_state_update"],
         intermediate_conv_window=x["intermediate_conv_window"],
-        intermediate_state_indices=x["intermediate_state_indices"],
-        retrieve_parent_token=x["retrieve_parent_token"],
+        **_states_kept(x),
     )
 
 
@@ -53,10 +57,8 @@ def delta_rule(x: dict[str, Any], mixed: Tensor) -> dict[str, Any]:
         cu_seqlens=None,
         state_layout=x["state_layout"],
         is_kda=x["is_kda"],
-        disable_state_update=x["disable_state_update"],
         intermediate_states=x["intermediate_states"],
-        intermediate_state_indices=x["intermediate_state_indices"],
-        retrieve_parent_token=x["retrieve_parent_token"],
+        **_states_kept(x),
         lower_bound=x["lower_bound"],
         allow_neg_eigval=x["allow_neg_eigval"],
     )

@@ -19,7 +19,15 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 
 from custom.integrations.transformers import use  # noqa: E402
 
-from ..support.models import NEW, greedy, minimax_m3, qwen4_exp, ragged  # noqa: E402
+from ..support.models import (  # noqa: E402
+    NEW,
+    assert_no_worse_in_half_precision,
+    greedy,
+    minimax_m3,
+    padded_on_the_right,
+    qwen4_exp,
+    ragged,
+)
 
 CLOSE = dict(rtol=1e-5, atol=1e-5)
 # n-grams need a token that ends a text
@@ -241,10 +249,8 @@ def test_padding_behind_cached_tokens():
 @torch.inference_mode()
 @both
 def test_padding_on_the_right(make):
-    model, ids = make(), torch.randint(1, 128, (2, 20))
-    mask = torch.ones_like(ids)
-    mask[0, 13:] = 0
-    expected = model(ids[:1, :13], use_cache=False).logits
+    model = make()
+    ids, mask, expected = padded_on_the_right(model)
     with use():
         got = model(ids, attention_mask=mask).logits
     torch.testing.assert_close(got[:1, :13], expected, **CLOSE)
@@ -297,11 +303,4 @@ def test_what_of_minimax_m3_is_refused():
 @torch.inference_mode()
 @both
 def test_half_precision(make):
-    model, ids = make().bfloat16(), torch.randint(1, 128, (2, 20))
-    exact = make()(ids, use_cache=False).logits
-    with use():
-        cache = model(ids[:, :15], use_cache=True).past_key_values
-        got = model(ids[:, 15:], past_key_values=cache).logits
-    theirs = model(ids, use_cache=False).logits[:, 15:]
-    error = (got - exact[:, 15:]).abs().max()
-    assert error < 2 * (theirs - exact[:, 15:]).abs().max()
+    assert_no_worse_in_half_precision(make().bfloat16(), make(), use())

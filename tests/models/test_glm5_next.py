@@ -15,7 +15,15 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 
 from custom.integrations.transformers import use  # noqa: E402
 
-from ..support.models import NEW, glm5_next, greedy, ragged  # noqa: E402
+from ..support.models import (  # noqa: E402
+    NEW,
+    assert_no_worse_in_half_precision,
+    glm5_next,
+    greedy,
+    in_parts,
+    padded_on_the_right,
+    ragged,
+)
 
 CLOSE = dict(rtol=1e-5, atol=1e-5)
 ATTENTION = (
@@ -56,11 +64,8 @@ def test_a_prompt_in_parts(parts):
     with torch.inference_mode():
         expected = model(ids, use_cache=False).logits
         with use():
-            cache, got = transformers.DynamicCache(config=model.config.text_config), []
-            for part in ids.split(parts, 1):
-                got.append(model(part, past_key_values=cache).logits)
-            alone = model(ids, use_cache=False).logits
-    torch.testing.assert_close(torch.cat(got, 1), expected, **CLOSE)
+            got, alone = in_parts(model, ids, parts)
+    torch.testing.assert_close(got, expected, **CLOSE)
     torch.testing.assert_close(alone, expected, **CLOSE)
 
 
@@ -84,10 +89,8 @@ def test_drafts_that_were_refused_leave_nothing(keep):
 
 @torch.inference_mode()
 def test_padding_on_the_right_and_what_is_refused():
-    model, ids = glm5_next(), torch.randint(1, 128, (2, 20))
-    mask = torch.ones_like(ids)
-    mask[0, 13:] = 0
-    expected = model(ids[:1, :13], use_cache=False).logits
+    model = glm5_next()
+    ids, mask, expected = padded_on_the_right(model)
     with use():
         got = model(ids, attention_mask=mask).logits
         torch.testing.assert_close(got[:1, :13], expected, **CLOSE)
@@ -108,14 +111,8 @@ def test_padding_on_the_right_and_what_is_refused():
 @torch.inference_mode()
 def test_half_precision():
     """Beside weights that a checkpoint keeps in float32."""
-    model, ids = glm5_next().bfloat16(), torch.randint(1, 128, (2, 20))
+    model = glm5_next().bfloat16()
     for name, module in model.named_modules():
         if name.endswith("conv1d"):
             module.float()
-    exact = glm5_next()(ids, use_cache=False).logits
-    with use():
-        cache = model(ids[:, :15], use_cache=True).past_key_values
-        got = model(ids[:, 15:], past_key_values=cache).logits
-    theirs = model(ids, use_cache=False).logits[:, 15:]
-    error = (got - exact[:, 15:]).abs().max()
-    assert error < 2 * (theirs - exact[:, 15:]).abs().max()
+    assert_no_worse_in_half_precision(model, glm5_next(), use())

@@ -21,6 +21,7 @@ from ..support.models import (  # noqa: E402
     NEW,
     bailing_hybrid,
     greedy,
+    in_parts,
     kimi_linear,
     made,
     ragged,
@@ -75,11 +76,8 @@ def test_a_prompt_in_parts(make, parts, weight_format):
     with torch.inference_mode():
         expected = model(ids, use_cache=False).logits
         with use(weight_format=weight_format):
-            cache, got = transformers.DynamicCache(config=model.config), []
-            for part in ids.split(parts, 1):
-                got.append(model(part, past_key_values=cache).logits)
-            alone = model(ids, use_cache=False).logits
-    torch.testing.assert_close(torch.cat(got, 1), expected, **CLOSE)
+            got, alone = in_parts(model, ids, parts)
+    torch.testing.assert_close(got, expected, **CLOSE)
     torch.testing.assert_close(alone, expected, **CLOSE)
 
 

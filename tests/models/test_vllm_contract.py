@@ -651,7 +651,7 @@ def built(
     return layers
 
 
-def step(mla: Any, layers: list[Any], x: Tensor, lengths: list[int], decodes: bool) -> list[Tensor]:
+def step(mla: Any, layers: list[Any], x: Tensor, lengths: list[int], uniform: int) -> list[Tensor]:
     """Of requests with as many new tokens each, or padding (0); attended to by every layer."""
     table = torch.tensor([[2, 5], [1, 3], [0, 0]])
     new = len(x) // len(lengths)
@@ -663,7 +663,7 @@ def step(mla: Any, layers: list[Any], x: Tensor, lengths: list[int], decodes: bo
     ]
     ends = torch.arange(new, len(x) + 1, new, dtype=torch.int32)
     integers = torch.tensor(lengths, dtype=torch.int32), table[: len(lengths)], torch.tensor(slots)
-    batch = mla.SparseMetadata(ends, *integers, decodes)
+    batch = mla.SparseMetadata(ends, *integers, uniform)
     positions = torch.tensor([p for row in places for p in row]).clamp(min=0)
     # two tokens of no request
     outs = [x.new_full((len(x) + 2, layer.heads * DV), 7.0) for layer in layers]
@@ -676,24 +676,25 @@ def step(mla: Any, layers: list[Any], x: Tensor, lengths: list[int], decodes: bo
 
 @pytest.mark.parametrize("neox", [True, False], ids=["DeepSeek-V3.2", "GLM-5"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_step_of_decodes_is_one_call_of_a_layer(neox, shared, mla):
+@pytest.mark.parametrize("new", [1, 3], ids=["a token each", "two drafts each"])
+def test_a_step_of_decodes_is_one_call_of_a_layer(new, neox, shared, mla):
     """And equals the stages: outputs, caches and selection, beside a request that pads."""
     layers = built(mla, 2, neox, shared)
-    step(mla, layers, torch.randn(36, H), [18, 18], decodes=False)
+    step(mla, layers, torch.randn(36, H), [18, 18], uniform=0)
     caches = [each for layer in layers for each in layer.layers.values()]
     before = [each.kv_cache.clone() for each in caches]
-    x, found = torch.randn(3, H), []
-    for decodes in (False, True):
+    x, found = torch.randn(3 * new, H), []
+    for uniform in (0, new):
         for cache, old in zip(caches, before, strict=True):
             cache.kv_cache.copy_(old)
         log.calls.clear()
-        outs = step(mla, layers, x, [19, 19, 0], decodes)
+        outs = step(mla, layers, x, [18 + new, 18 + new, 0], uniform)
         ran = {op: count for (op, _), count in log.calls.items()}
-        selected = layers[0].selection[:2].sort(-1).values
+        selected = layers[0].selection[: 2 * new].sort(-1).values
         found.append([*outs, selected, *(each.kv_cache[1:].clone() for each in caches)])
     # the first writes padding to page 0, the second nowhere
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
-    assert all((out[2:3] == 0).all() for out in found[1][:2])
+    assert all((out[2 * new : 3 * new] == 0).all() for out in found[1][:2])
     whole = ["npu_sparse_attention_indices_pto", "npu_sparse_attention_shared_pto"]
     assert ran == (dict.fromkeys(whole, 1) if shared else {"npu_sparse_attention_pto": 2})
 
@@ -703,9 +704,9 @@ def test_a_rank_has_its_heads_and_every_row_and_selection(shared, mla):
     """Two ranks beside one: heads side by side; caches and selections in every bit."""
     whole = built(mla, 2, True, shared)
     ranks = [built(mla, 2, True, shared, heads) for heads in (slice(0, 2), slice(2, 4))]
-    for tokens, lengths, decodes in ((36, [18, 18], False), (2, [19, 19], True)):
+    for tokens, lengths, uniform in ((36, [18, 18], 0), (2, [19, 19], 1), (6, [22, 22], 3)):
         x = torch.randn(tokens, H)
-        together, *apart = (step(mla, each, x, lengths, decodes) for each in (whole, *ranks))
+        together, *apart = (step(mla, each, x, lengths, uniform) for each in (whole, *ranks))
         for out, *halves in zip(together, *apart, strict=True):
             torch.testing.assert_close(torch.cat(halves, -1), out, rtol=1e-5, atol=1e-5)
         for rank in ranks:
@@ -782,12 +783,25 @@ def test_drafts_select_for_themselves(shares, mla):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "longest", "decodes"), [(3, 1, True), (4, 2, False), (2, 1, False)]
+    ("tokens", "longest", "drafts", "uniform"),
+    [
+        (3, 1, 0, 1),
+        (4, 2, 0, 0),
+        (6, 2, 0, 0),  # prompts of two tokens each
+        (2, 1, 0, 0),
+        (9, 3, 2, 3),
+        (3, 1, 2, 1),
+        (8, 3, 2, 0),
+        (12, 4, 2, 0),
+    ],
 )
-def test_the_host_knows_a_step_of_decodes(tokens, longest, decodes, mla):
-    """By numbers: of 3 requests, each brings one token; no tensor is asked."""
+def test_the_host_knows_a_step_of_decodes(tokens, longest, drafts, uniform, mla):
+    """By numbers: each of 3 requests brings as many tokens, its drafts among them; no tensor is
+    asked."""
     names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
-    given = {name: torch.empty(9, device="meta") for name in names}
+    given = {name: torch.empty(12, device="meta") for name in names}
     counts = dict(num_reqs=3, num_actual_tokens=tokens, max_query_len=longest)
-    batch = mla.SparseBuilder.build(None, 0, SimpleNamespace(**given, **counts))
-    assert batch.decodes is decodes and len(batch.lengths) == 3 and len(batch.slots) == tokens
+    asked = SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
+    builder = mla.SparseBuilder(None, [], SimpleNamespace(speculative_config=asked), None)
+    batch = builder.build(0, SimpleNamespace(**given, **counts))
+    assert batch.uniform == uniform and len(batch.lengths) == 3 and len(batch.slots) == tokens

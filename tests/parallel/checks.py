@@ -1115,7 +1115,7 @@ def _captured(call: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         out = call()
     return graph, out
 

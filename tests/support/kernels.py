@@ -23,6 +23,15 @@ hopper = pytest.mark.skipif(
 )
 
 
+def skip_unless_gluon_of_hopper() -> None:
+    """For a module about Gluon kernels, which run on a Hopper GPU, or on CPU tensors."""
+    pytest.importorskip("triton")
+    if INTERPRETED:
+        pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
+    if ON_GPU and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are those of Hopper", allow_module_level=True)
+
+
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, device: torch.device = DEVICE) -> Iterator[None]:
     """Into `graph`, on a stream of `device`: PyTorch's own stream is of the GPU that a process

@@ -50,6 +50,33 @@ def made(name, config, **settings):
     return model
 
 
+def in_parts(model, ids, parts):
+    """Logits of texts that come in parts, behind a cache, and of all of them at once."""
+    cache = transformers.DynamicCache(config=model.config.get_text_config())
+    got = [model(part, past_key_values=cache).logits for part in ids.split(parts, 1)]
+    return torch.cat(got, 1), model(ids, use_cache=False).logits
+
+
+def padded_on_the_right(model):
+    """Two texts, their mask, which ends the first one early, and the logits of its tokens."""
+    ids = torch.randint(1, 128, (2, 20))
+    mask = torch.ones_like(ids)
+    mask[0, 13:] = 0
+    return ids, mask, model(ids[:1, :13], use_cache=False).logits
+
+
+def assert_no_worse_in_half_precision(model, exact, used):
+    """A prompt and what follows it inside `used`: at most twice as far from the model `exact` as
+    `model` by itself."""
+    ids = torch.randint(1, 128, (2, 20))
+    wanted = exact(ids, use_cache=False).logits[:, 15:]
+    with used:
+        cache = model(ids[:, :15], use_cache=True).past_key_values
+        got = model(ids[:, 15:], past_key_values=cache).logits
+    theirs = model(ids, use_cache=False).logits[:, 15:]
+    assert (got - wanted).abs().max() < 2 * (theirs - wanted).abs().max()
+
+
 def deepseek(**changes):
     return made("DeepseekV32ForCausalLM", "DeepseekV32Config", **DSA | changes)
 

@@ -265,8 +265,7 @@ CONTROLS = (Control("masks forgotten", "toy", "mask=d < size)", "mask=d < WIDTH)
                 """
 
 def _toy(s: int, d: int) -> Case:
-    def make(device, seed):
-        draw = Draw(device, seed)
+    def make(draw):
         return dict(x=draw.normal(1, s, d), weight=draw.normal(d))
 
     size = s * d

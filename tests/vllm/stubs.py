@@ -52,7 +52,9 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
                 "use_ubatching",
             )
         },
-        "vllm.config.speculative": {"SpeculativeConfig": ("draft_model_config", "method")},
+        "vllm.config.speculative": {
+            "SpeculativeConfig": ("draft_model_config", "method", "num_speculative_tokens")
+        },
         "vllm.forward_context": {
             "ForwardContext": ("attn_metadata", "no_compile_layers"),
             "get_forward_context": EVERY,

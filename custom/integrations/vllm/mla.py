@@ -4,8 +4,9 @@
 
 A model class of ours, registered under the architecture's name, builds vLLM's own model with
 `SparseMLA` in the place of its pluggable MLA layer.  vLLM keeps the weights and allocates and pages
-the caches.  A batch of decodes alone is one call of the layer's op, which reads the weights where
-vLLM has them; any other runs the stages one by one, behind vLLM's projections.
+the caches.  A batch of decodes alone, also of drafts to be checked, is one call of the layer's op,
+which reads the weights where vLLM has them; any other runs the stages one by one, behind vLLM's
+projections.
 
 A layer has a cache of latents, one of rotary keys and, if it selects by itself, one of index keys,
 in the model's dtype; or, as vLLM stores them in 8 bits, rows of 656 bytes (`fp8_ds_mla`) of both,
@@ -70,7 +71,9 @@ class SparseMetadata:
     lengths: Tensor  # [n] keys of every request, new ones included
     block_table: Tensor  # [n, pages]
     slots: Tensor  # [T], negative for padding
-    decodes: bool  # one token of each request; the host knows without waiting
+    # tokens of each request, if all have as many and no more than a decode with its drafts, else 0;
+    # the host knows without waiting
+    uniform: int
 
     def __post_init__(self) -> None:
         self.by_keys: dict[str, Any] = dict(
@@ -91,6 +94,8 @@ class SparseBuilder(AttentionMetadataBuilder[SparseMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        drafts = vllm_config.speculative_config
+        self.longest_decode = 1 + (drafts.num_speculative_tokens if drafts else 0)
 
     @override
     def build(
@@ -100,12 +105,14 @@ class SparseBuilder(AttentionMetadataBuilder[SparseMetadata]):
         fast_build: bool = False,
     ) -> SparseMetadata:
         m = common_attn_metadata
+        longest = m.max_query_len
+        uniform = m.num_reqs * longest == m.num_actual_tokens and longest <= self.longest_decode
         return SparseMetadata(
             ends=m.query_start_loc[1 : m.num_reqs + 1],
             lengths=m.seq_lens[: m.num_reqs],
             block_table=m.block_table_tensor[: m.num_reqs],
             slots=m.slot_mapping[: m.num_actual_tokens],
-            decodes=m.max_query_len == 1 and m.num_reqs == m.num_actual_tokens,
+            uniform=longest if uniform else 0,
         )
 
 
@@ -378,7 +385,7 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
         self, batch: SparseMetadata | None, positions: Tensor, x: Tensor, out: Tensor
     ) -> None:
         """The heads' values [T, N * Dv] of the batch's tokens; what is past them stays."""
-        if batch is not None and batch.decodes:
+        if batch is not None and batch.uniform:
             latent = self.decode(batch, positions, x)
         else:
             queries, row, index = self.projected(positions, x)
@@ -388,31 +395,33 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
         out[: len(latent)] = torch.einsum("tnr,nvr->tnv", latent, self.uv).flatten(1)
 
     def decode(self, batch: SparseMetadata, positions: Tensor, x: Tensor) -> Tensor:
-        """Latents [T, N, R] of T requests with a token each: one call."""
+        """Latents [T, N, R] of n requests with T / n tokens each: one call."""
         t = len(batch.slots)
+        tokens = (t // batch.uniform, batch.uniform)
         # cosines, then sines, of half the dimensions: the other half has the same
-        angles = self.rotary_emb.cos_sin_cache[positions[:t]].to(x.dtype).view(t, 1, 2, 1, -1)
+        angles = self.rotary_emb.cos_sin_cache[positions[:t]].to(x.dtype).view(*tokens, 2, 1, -1)
         cos, sin = angles.expand(-1, -1, -1, 2, -1).movedim(2, 0).flatten(-2)
         given = dict(
             self.weights,
-            x=x[:t, None],
+            x=x[:t].unflatten(0, tokens),
             sin=sin,
             cos=cos,
-            cache_index=batch.slots[:, None],
+            cache_index=batch.slots.unflatten(0, tokens),
             kv_cache=self.kv_cache,
             kr_cache=x.new_empty(0) if self.packed else self.rotary.kv_cache,
             block_table=batch.block_table,
             act_seqs=batch.lengths,
         )
         if self.indexer is None:
-            selected = self.selection[:t, None, None]
-            return npu_sparse_attention_shared_pto(**given, sparse_indices=selected)[:, 0]
+            selected = self.selection[:t, None].unflatten(0, tokens)
+            latent = npu_sparse_attention_shared_pto(**given, sparse_indices=selected)
+            return latent.flatten(0, 1)
         given |= self.indexer.k_cache.of_op()
         if not self.selects_for_others:
-            return npu_sparse_attention_pto(**given)[:, 0]
+            return npu_sparse_attention_pto(**given).flatten(0, 1)
         latent, selected = npu_sparse_attention_indices_pto(**given)
-        self.selection[:t] = selected[:, 0, 0]
-        return latent[:, 0]
+        self.selection[:t] = selected.view(t, -1)
+        return latent.flatten(0, 1)
 
     def projected(
         self, positions: Tensor, x: Tensor

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ..common import convolutions
+from ..common import convolutions, gradients
 
 SCHEMA = (
     "npu_causal_conv1d(Tensor x, Tensor weight, Tensor? bias=None, *,"
@@ -71,20 +71,15 @@ _LEARNED = ("x", "weight", "bias", "initial_states")
 
 
 def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*(x[name] for name in _SAVED))
-    ctx.activation = x["activation"]
-    ctx.set_materialize_grads(False)
+    gradients.keep(ctx, x, _SAVED, ["activation"])
 
 
-def backward(ctx: Any, grad_out: Tensor | None, grad_states: Tensor | None) -> dict[str, Any]:
-    if grad_out is None and grad_states is None:
-        return {}
-    x = dict(zip(_SAVED, ctx.saved_tensors, strict=True))
-    grads = torch.ops.custom.npu_causal_conv1d_grad(
-        # an expanded gradient (of out.sum(), say) has no dense rows
-        d_out=(torch.zeros_like(x["x"]) if grad_out is None else grad_out).contiguous(),
-        d_final_states=grad_states,
-        activation=ctx.activation,
-        **x,
+def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> dict[str, Any]:
+    return gradients.backward(
+        torch.ops.custom.npu_causal_conv1d_grad,
+        ctx,
+        _LEARNED,
+        like=["x"],
+        d_out=grad_out,
+        d_final_states=grad_state,
     )
-    return {name: d for name, d in zip(_LEARNED, grads, strict=True) if x[name] is not None}

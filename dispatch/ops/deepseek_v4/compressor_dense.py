@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 from ...check import Checker
 from ...common import compressed
 from ...common.compressed import HALVES, PAIRS
-from ..common import layouts
+from ..common import gradients, layouts
 
 ARGUMENTS = (
     "Tensor x, Tensor wkv, Tensor wgate, Tensor ape, Tensor norm_weight, Tensor rope_sin,"
@@ -181,14 +181,10 @@ _OPTIONS = ("rope_head_dim", "cmp_ratio", "coff", "norm_eps", "rotary_mode", "ha
 
 
 def setup_context(ctx: Any, x: dict[str, Any], output: Tensor) -> None:
-    ctx.save_for_backward(*(x[name] for name in _SAVED))
-    ctx.options = {name: x[name] for name in _OPTIONS}
+    gradients.keep(ctx, x, _SAVED, _OPTIONS)
 
 
-def backward(ctx: Any, grad_out: Tensor) -> dict[str, Any]:
-    x = dict(zip(_SAVED, ctx.saved_tensors, strict=True))
-    # an expanded gradient (of out.sum(), say) has no dense rows
-    grads = torch.ops.custom.npu_compressor_dense_grad(
-        d_out=grad_out.contiguous(), **x, **ctx.options
+def backward(ctx: Any, d_out: Tensor) -> dict[str, Any]:
+    return gradients.backward(
+        torch.ops.custom.npu_compressor_dense_grad, ctx, _LEARNED, d_out=d_out
     )
-    return dict(zip(_LEARNED, grads, strict=True))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...check import Checker
+from ..common import gradients
 from .hc_pre import parameter_dtype, rows
 
 SCHEMA = "npu_hc_post(Tensor x, Tensor residual, Tensor post, Tensor comb) -> Tensor"
@@ -46,10 +47,8 @@ _SAVED = ("x", "residual", "post", "comb")
 
 
 def setup_context(ctx: Any, x: dict[str, Any], output: Tensor) -> None:
-    ctx.save_for_backward(*(x[name] for name in _SAVED))
+    gradients.keep(ctx, x, _SAVED)
 
 
 def backward(ctx: Any, d_out: Tensor) -> dict[str, Any]:
-    x = dict(zip(_SAVED, ctx.saved_tensors, strict=True))
-    grads = torch.ops.custom.npu_hc_post_grad(d_out=d_out.contiguous(), **x)
-    return dict(zip(_SAVED, grads, strict=True))
+    return gradients.backward(torch.ops.custom.npu_hc_post_grad, ctx, _SAVED, d_out=d_out)

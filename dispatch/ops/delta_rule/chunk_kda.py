@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ..common import delta_rules
+from ..common import delta_rules, gradients
 from .growth import note_growth
 
 OPTIONS = (
@@ -152,21 +152,15 @@ _KEPT = (
 
 
 def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*(x[name] for name in _SAVED))
-    ctx.options = {name: x[name] for name in _KEPT}
-    ctx.set_materialize_grads(False)
+    gradients.keep(ctx, x, _SAVED, _KEPT)
 
 
 def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> dict[str, Any]:
-    if grad_out is None and grad_state is None:
-        return {}
-    x = dict(zip(_SAVED, ctx.saved_tensors, strict=True))
-    v = x["v"]
-    grads = torch.ops.custom.npu_chunk_kda_grad(
-        # an expanded gradient (of out.sum(), say) has no dense rows
-        d_out=(torch.zeros_like(v) if grad_out is None else grad_out).contiguous(),
-        d_final_state=None if grad_state is None else grad_state.contiguous(),
-        **x,
-        **ctx.options,
+    return gradients.backward(
+        torch.ops.custom.npu_chunk_kda_grad,
+        ctx,
+        LEARNED,
+        like=["v"],
+        d_out=grad_out,
+        d_final_state=grad_state,
     )
-    return {name: d for name, d in zip(LEARNED, grads, strict=True) if x[name] is not None}

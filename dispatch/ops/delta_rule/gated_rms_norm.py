@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
+from ..common import gradients
 
 SCHEMA = (
     "npu_gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float epsilon=1e-6, *,"
@@ -76,14 +77,8 @@ _OPTIONS = ("epsilon", "group_size", "norm_before_gate", "activation")
 
 
 def setup_context(ctx: Any, x: dict[str, Any], output: Tensor) -> None:
-    ctx.save_for_backward(*(x[name] for name in _SAVED))
-    ctx.options = {name: x[name] for name in _OPTIONS}
+    gradients.keep(ctx, x, _SAVED, _OPTIONS)
 
 
-def backward(ctx: Any, grad_out: Tensor) -> dict[str, Any]:
-    x = dict(zip(_SAVED, ctx.saved_tensors, strict=True))
-    # an expanded gradient (of out.sum(), say) has no dense rows
-    grads = torch.ops.custom.npu_gated_rms_norm_grad(
-        d_out=grad_out.contiguous(), **x, **ctx.options
-    )
-    return dict(zip(_SAVED, grads, strict=True))
+def backward(ctx: Any, d_out: Tensor) -> dict[str, Any]:
+    return gradients.backward(torch.ops.custom.npu_gated_rms_norm_grad, ctx, _SAVED, d_out=d_out)

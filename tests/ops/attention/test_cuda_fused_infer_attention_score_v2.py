@@ -10,15 +10,11 @@ from importlib import import_module
 import pytest
 import torch
 
-from ...support.kernels import DEVICE, INTERPRETED, ON_GPU
+from ...support.kernels import DEVICE, ON_GPU, skip_unless_gluon_of_hopper
 from ...support.latents import Problem
 from ...support.stages import assert_near, launched
 
-pytest.importorskip("triton")
-if INTERPRETED:
-    pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
-if ON_GPU and torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("the kernels are those of Hopper", allow_module_level=True)
+skip_unless_gluon_of_hopper()
 
 OP = "fused_infer_attention_score_v2"
 here, plain = (import_module(f"custom.cuda_ops.attention.{x}{OP}") for x in ("hopper.", ""))

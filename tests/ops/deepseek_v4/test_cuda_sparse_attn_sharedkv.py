@@ -12,15 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ...support.kernels import DEVICE, INTERPRETED, ON_GPU
+from ...support.kernels import DEVICE, ON_GPU, skip_unless_gluon_of_hopper
 from ...support.shared_kv import Problem, packed, unpacked
 from ...support.stages import assert_near, called, launched
 
-pytest.importorskip("triton")
-if INTERPRETED:
-    pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
-if ON_GPU and torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("the kernels are those of Hopper", allow_module_level=True)
+skip_unless_gluon_of_hopper()
 
 FAMILY = "custom.cuda_ops.deepseek_v4.hopper."
 many, few, bytes_, places, packed_rows = (
