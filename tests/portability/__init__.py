@@ -13,4 +13,9 @@ of its kernel without comments and docstrings, its constants, its options, the G
 That file is of whole runs alone, over all GPUs and Tritons: what a part of one compiles is in
 .portability/compiled.json.  So where every launch of one Triton is known, the others have seen it
 too, and `make test` has to ask no more than the one that is installed (test_portability.py).
+
+`--offset` compiles the same cases in rows that no copy of 16 bytes can read (offset.py).  Those are
+some 1100 more kernels on sm_90, which results.json does not keep: run it over what a change of a
+plain kernel or its tiles may reach, `python -m tests.portability --offset --gpu 90 --triton 3.7.1
+--only npu_chunk_kda`.
 """

@@ -2,10 +2,11 @@
 # Copyright the npu-custom-ops authors
 """One GPU that is not here: which kernels the launchers would run on it, and what those compile to.
 
-python -m tests.portability.pretend CAPABILITY KNOWN.json OUT.json SAMPLE JOBS [PART ...]
+python -m tests.portability.pretend CAPABILITY KNOWN.json OUT.json SAMPLE JOBS PLACE [PART ...]
 
 SAMPLE `new` compiles what KNOWN has not, a number so many launches of every op that it has, by
-chance.  JOBS at a time; of all cases, or of those whose `op | label` contains a PART.
+chance.  JOBS at a time; of all cases, or of those whose `op | label` contains a PART.  PLACE
+`offset` moves what a case gives off 16 bytes (offset.py), `given` leaves it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from triton.runtime import jit
 from triton.runtime.jit import JITCallable, KernelInterface
 
 from .gpus import GPUS, HOME
+from .offset import OFF, off
 from .sass import disassembled, late_constants, wrong_descriptors
 
 
@@ -190,23 +194,36 @@ def in_child(compile: Callable[[], Any]) -> dict[str, Any]:
         return dict(error=f"the compiler died of {name}: {err.read()[:300]}")
 
 
-def gather(recorder: Recorder, wanted: list[str]) -> list[dict[str, Any]]:
-    """Every case: the keys of what it launches, or why it is not."""
+def gather(recorder: Recorder, wanted: list[str], offset: bool = False) -> list[dict[str, Any]]:
+    """Every case: the keys of what it launches, or why it is not; `offset`: as offset.py has it."""
     from custom.dispatch import backends
     from custom.dispatch.register import bind, overload
     from custom.dispatch.registry import BY_NAME
 
     from .cases import cases
 
+    def refusal(spec: Any, given: dict[str, Any]) -> str | None:
+        arguments = bind(overload(spec)._schema, (), given)
+        try:
+            spec.check(**arguments)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        device = backends.device_of(arguments)
+        return backends.reason_against(backends.CUDA, spec, device, arguments)
+
     found = []
-    for op, label, make in cases():
+    moved = OFF.items() if offset else [("", None)]
+    for (op, label, make), (place, ways) in product(cases(), moved):
         if wanted and not any(part in f"{op} | {label}" for part in wanted):
             continue
-        spec, row = BY_NAME[op], dict(op=op, label=label)
+        spec, row = BY_NAME[op], dict(op=op, label=label + place)
         found.append(row)
         recorder.launches.clear()
         with FakeTensorMode(allow_non_fake_inputs=True):
-            arguments = bind(overload(spec)._schema, (), make(torch.device("cuda:0"), 0))
+            given = make(torch.device("cuda:0"), 0)
+            if ways:
+                given = off(given, ways, partial(refusal, spec))
+            arguments = bind(overload(spec)._schema, (), given)
             spec.check(**arguments)
             device = backends.device_of(arguments)
             row["refused"] = backends.reason_against(backends.CUDA, spec, device, arguments)
@@ -231,7 +248,7 @@ def main() -> None:
     torch.set_num_threads(1)
     pretend(capability)
     recorder = Recorder()
-    found = gather(recorder, sys.argv[6:])
+    found = gather(recorder, sys.argv[7:], sys.argv[6] == "offset")
     unknown = list(recorder.of.keys() - known)
     wanted = unknown if sample == "new" else drawn(found, known, int(sample))
     compiled = {}

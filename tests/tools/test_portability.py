@@ -17,6 +17,7 @@ from custom.dispatch.registry import SPECS
 from ..portability.__main__ import ROOT, TABLE, against, paths, unknown
 from ..portability.cases import cases
 from ..portability.gpus import GPUS, TRITONS, WHOLE
+from ..portability.offset import OFF, off
 from ..portability.pretend import bare, drawn
 from ..portability.report import table
 from ..portability.sass import late_constants, wrong_descriptors
@@ -42,6 +43,25 @@ def case(*launches, refused=None):
 def test_what_does_not_compile_or_fit_is_wrong(capability, change, said):
     found = against(case("x"), capability, {"x": FITS | change})
     assert len(found) == (said is not None) and (said is None or said in found[0])
+
+
+def test_tensors_move_off_16_bytes_as_far_as_the_op_takes_them():
+    pair, index = torch.empty(4, 6, 16).bfloat16(), torch.zeros(4, dtype=torch.int32)
+    key, value, scales = pair[:2], pair[2:], torch.empty(4, 16)
+    given = dict(key=key, value=[value, None], scales=scales, index=index)
+
+    def refusal(x):
+        return None if x["scales"].is_contiguous() else "npu_a: `scales` is not contiguous"
+
+    x = off(given, OFF[", rows off 16 bytes"], refusal)
+    assert x["key"].storage_offset() == 1 and x["index"] is index
+    assert x["value"][0].storage_offset() == 1 + 2 * 6 * 16 and x["value"][1] is None
+    assert x["key"].untyped_storage()._cdata == x["value"][0].untyped_storage()._cdata
+    assert x["scales"].storage_offset() == 1 and x["scales"].stride() == (16, 1)
+    longer = off(given, OFF[", rows 8 numbers longer"], lambda x: None)["scales"]
+    assert longer.storage_offset() == 0 and longer.stride() == (24, 1)
+    with pytest.raises(ValueError, match="no"):
+        off(given, OFF[", rows off 16 bytes"], lambda x: "npu_a: no")
 
 
 def test_another_path_with_another_triton_is_wrong():
