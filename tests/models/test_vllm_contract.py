@@ -93,6 +93,17 @@ def test_our_layer_takes_their_arguments(version):
     assert required[0] == required[1]
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_latent_attention_takes_their_arguments(version):
+    """And what it does not take by name is refused, but for a hint."""
+    stub = STUBS / f"vllm-{version}" / "vllm" / "models" / "kimi_k3" / "nvidia" / "mla.py"
+    theirs = [each.arg for each in arguments(stub, "MultiHeadLatentAttention").args]
+    found = arguments(PLUGIN / "kimi.py", "DenseLatent")
+    ours = [each.arg for each in found.args]
+    assert theirs[: len(ours)] == ours and found.kwarg
+    assert theirs[len(ours) :] == ["use_rope", "non_causal_multi_token_decode", "run_gemm_rs_ar"]
+
+
 def test_an_option_that_is_not_read_is_refused():
     """All of vLLM's options behind those are hints, but one."""
     stub = STUBS / f"vllm-{VERSIONS[-1]}" / "vllm" / "model_executor" / "layers" / "mla.py"
@@ -176,7 +187,6 @@ def test_a_plain_engine_is_served(method):
     ("asked", "mode"),
     [
         (dict(pipeline_parallel_size=2), "pipeline parallelism"),
-        (dict(data_parallel_size=2), "data parallelism"),
         (dict(decode_context_parallel_size=2), "context parallelism"),
         (dict(prefill_context_parallel_size=2), "context parallelism"),
         (dict(use_ubatching=True), "microbatches (DBO)"),
@@ -423,24 +433,26 @@ def test_a_rank_has_its_heads_channels_and_states(tokens, gdn, monkeypatch):
     assert not torch.equal(kept, states)
 
 
-def build_delta(gdn: Any, kept: str, drafts: bool) -> None:
+def build_delta(gdn: Any, kept: str, drafts: bool, ranks: int = 1) -> None:
     """With what vLLM's layer has that its stub leaves open."""
-    config = configuration(speculative_config=SimpleNamespace(method="mtp") if drafts else None)
+    method = SimpleNamespace(method="mtp") if drafts else None
+    config = configuration(speculative_config=method, data_parallel_size=ranks)
     config.cache_config = SimpleNamespace(mamba_cache_mode=kept)
     names = ("get_attn_backend", "get_kv_cache_spec")
     type("Layer", (gdn.GatedDelta,), dict.fromkeys(names))(None, config)
 
 
 @pytest.mark.parametrize(
-    ("kept", "drafts", "mode"),
+    ("kept", "drafts", "ranks", "mode"),
     [
-        ("all", False, "states of all blocks"),
-        ("align", True, "drafts beside kept prefixes"),
+        ("all", False, 1, "states of all blocks"),
+        ("align", True, 1, "drafts beside kept prefixes"),
+        ("none", False, 2, "data parallelism"),
     ],
 )
-def test_the_delta_rule_is_refused_where_it_was_not_tried(kept, drafts, mode, gdn):
+def test_the_delta_rule_is_refused_where_it_was_not_tried(kept, drafts, ranks, mode, gdn):
     with pytest.raises(NotSupported, match=f"the gated delta rule without {mode}, and"):
-        build_delta(gdn, kept, drafts)
+        build_delta(gdn, kept, drafts, ranks)
 
 
 @pytest.mark.parametrize(("kept", "drafts"), [("align", False), ("none", True)])
@@ -598,6 +610,156 @@ def mla():
     for name in [each for each in sys.modules if each.split(".")[0] == "vllm"]:
         del sys.modules[name]
     del sys.modules["custom.integrations.vllm.mla"]
+
+
+@pytest.fixture(scope="module")
+def kimi(mla):
+    """Ours, on vLLM's stubs, where a batch is run as on a CPU."""
+    graphs = importlib.import_module("vllm.compilation.breakable_cudagraph")
+    graphs.eager_break_during_capture = lambda function: function
+    yield importlib.import_module("custom.integrations.vllm.kimi")
+    del sys.modules["custom.integrations.vllm.kimi"]
+
+
+@pytest.mark.parametrize("lower_bound", [None, -4.0])
+@pytest.mark.parametrize("tokens", [(3, 0), (0, 17), (2, 9)])
+def test_kimi_delta_attention_is_the_rule_token_by_token(tokens, lower_bound, kimi, monkeypatch):
+    """Decodes, prefills and both, of requests that go on and of one that begins in used slots; two
+    ranks beside one; tokens past the batch's give 0."""
+    torch.manual_seed(0)
+    heads, size, width = 4, 16, 4
+    decodes, new = tokens
+    requests = decodes + 2 * (new > 0)
+    lengths = [1] * decodes + ([new // 2, new - new // 2] if new else [])
+    slots = [3, 1, 5, 2][:requests]
+    batch = SimpleNamespace(
+        num_actual_tokens=decodes + new,
+        num_decode_tokens=decodes,
+        num_prefills=requests - decodes,
+        num_prefill_tokens=new,
+        non_spec_state_indices_tensor=torch.tensor(slots),
+        prefill_state_indices=torch.tensor(slots[decodes:]),
+        prefill_query_start_loc=torch.tensor([0, new // 2, new]),
+        prefill_has_initial_state=torch.tensor([True, False]),
+    )
+    context = SimpleNamespace(attn_metadata={"layer": batch})
+    monkeypatch.setattr(kimi, "get_forward_context", lambda: context)
+    monkeypatch.setattr(kimi, "is_conv_state_dim_first", lambda: False)
+    monkeypatch.setattr(kimi, "NULL_BLOCK_ID", 0)
+    rows = decodes + new + 2  # two of no request
+    mixed, taps = torch.randn(rows, 3, heads, size), torch.randn(3, heads, size, width)
+    columns, states = torch.randn(6, 3, 3, heads, size), torch.randn(6, heads, size, size)
+    decay, gate = torch.randn(2, rows, heads, size)
+    beta, weight = torch.randn(rows, heads), torch.rand(size) + 0.5
+    speeds, biases = torch.randn(heads), torch.randn(heads, size)
+
+    def run(mine: slice) -> tuple[Tensor, Tensor, Tensor]:
+        layer = SimpleNamespace(
+            prefix="layer",
+            head_dim=size,
+            conv1d=SimpleNamespace(weight=taps[:, mine].reshape(-1, 1, width)),
+            A_log=speeds[mine],
+            dt_bias=biases[mine].flatten(),
+            o_norm=SimpleNamespace(weight=weight, eps=1e-5),
+            gate_lower_bound=lower_bound,
+            kv_cache=(columns[:, :, :, mine].flatten(2).clone(), states[:, mine].clone()),
+        )
+        layer.taps = partial(kimi.KimiDelta.taps, layer)
+        layer.prefill = partial(kimi.KimiDelta.prefill, layer)
+        out = torch.full([1, rows, len(speeds[mine]), size], torch.nan)
+        kimi.KimiDelta._forward(
+            layer,
+            mixed[:, :, mine].flatten(1),
+            decay[None, :, mine],
+            gate[:, mine],
+            beta[None, :, mine],
+            out,
+        )
+        kept = layer.kv_cache[0].unflatten(-1, (3, -1, size))
+        return out[0], kept, layer.kv_cache[1]
+
+    out, kept, after = run(slice(heads))
+    assert (out[-2:] == 0).all()
+    halves = [run(slice(0, 2)), run(slice(2, 4))]
+    for axis, (whole, *parts) in zip(
+        (1, 3, 1), zip((out, kept, after), *halves, strict=True), strict=True
+    ):
+        torch.testing.assert_close(torch.cat(parts, axis), whole, rtol=1e-5, atol=1e-5)
+
+    begin = 0
+    for request, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+        fresh = new and request == requests - 1
+        past = columns[slot] * (not fresh)
+        state = (states[slot] * (not fresh)).mT.double()
+        every = torch.cat([past, mixed[begin : begin + length]]).double()
+        for at in range(length):
+            token = begin + at
+            seen = torch.nn.functional.silu((every[at : at + 4] * taps.movedim(-1, 0)).sum(0))
+            q, k, v = seen
+            q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+            speed, raw = speeds.double().exp()[:, None], decay[token].double() + biases
+            if lower_bound is None:
+                g = -speed * torch.nn.functional.softplus(raw)
+            else:
+                g = lower_bound * (speed * raw).sigmoid()
+            state = g.exp()[..., None] * state
+            error = v - torch.einsum("nkv,nk->nv", state, k)
+            state = state + torch.einsum("n,nk,nv->nkv", beta[token].double().sigmoid(), k, error)
+            o = torch.einsum("nkv,nk->nv", state, q) * size**-0.5
+            o = o * (o.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+            wanted = o * gate[token].double().sigmoid()
+            torch.testing.assert_close(out[token].double(), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(after[slot].double(), state.mT, rtol=1e-4, atol=1e-4)
+        assert torch.equal(kept[slot].double(), every[-3:])
+        begin += length
+
+
+@pytest.mark.parametrize(
+    ("kept", "drafts", "ranks", "mode"),
+    [
+        ("all", False, 1, "states of all blocks"),
+        ("none", True, 1, "drafts"),
+        ("none", False, 2, "data parallelism"),
+    ],
+)
+def test_kimi_delta_attention_is_refused_where_it_was_not_tried(kept, drafts, ranks, mode, kimi):
+    method = SimpleNamespace(method="mtp") if drafts else None
+    config = configuration(speculative_config=method, data_parallel_size=ranks)
+    config.cache_config = SimpleNamespace(mamba_cache_mode=kept)
+    with pytest.raises(NotSupported, match=f"serves Kimi delta attention without {mode}, and"):
+        kimi.KimiDelta.__init__(SimpleNamespace(), None, config)
+
+
+@pytest.mark.parametrize(
+    ("changed", "mode"),
+    [
+        (dict(quant_config=object()), "quantised weights"),
+        (dict(stored="fp8"), "caches of another dtype than the model"),
+        (dict(q_lora_rank=32), "a query with a latent"),
+        (dict(use_output_gate=True), "a gate"),
+        (dict(use_rope=True), "`use_rope`"),
+        (dict(drafts=SimpleNamespace(method="mtp")), "drafts"),
+    ],
+)
+def test_dense_latent_attention_is_refused_where_it_was_not_tried(changed, mode, kimi):
+    config = configuration(speculative_config=changed.pop("drafts", None))
+    kimi.get_current_vllm_config = lambda: config
+    given = dict(
+        q_lora_rank=None,
+        kv_lora_rank=R,
+        cache_config=SimpleNamespace(cache_dtype=changed.pop("stored", "auto")),
+        run_gemm_rs_ar=True,
+    )
+    with pytest.raises(NotSupported, match=f"serves dense latent attention without {mode}, and"):
+        kimi.DenseLatent(SimpleNamespace(), H, N, DN, DR, DV, **(given | changed))
+
+
+def test_a_gate_of_full_rank_is_refused(kimi):
+    """Kimi K3's, whose layer vLLM builds by another class."""
+    text = SimpleNamespace(linear_attn_config=dict(use_full_rank_gate=True))
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_config=text))
+    with pytest.raises(NotSupported, match="Kimi delta attention without a gate of full rank"):
+        kimi.KimiLinearForCausalLM(vllm_config=config)
 
 
 def built(

@@ -83,6 +83,26 @@ EXPERTS: dict[str, Any] = dict(
     moe_intermediate_size=64,
     shared_expert_intermediate_size=64,
 )
+KIMI: dict[str, Any] = dict(
+    BASE,
+    num_hidden_layers=4,
+    num_key_value_heads=8,
+    pad_token_id=None,
+    kv_lora_rank=64,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=32,
+    v_head_dim=32,
+    mla_use_nope=True,
+    num_local_experts=1,
+    first_k_dense_replace=4,
+    linear_attn_config=dict(
+        head_dim=32,
+        num_heads=4,
+        short_conv_kernel_size=4,
+        full_attn_layers=[3],
+        kda_layers=[1, 2, 4],
+    ),
+)
 EMBEDDED = 4.0
 # checkpoint -> Transformers' model and configuration, its sizes
 CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -110,6 +130,7 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**DELTA, **EXPERTS, "mlp_only_layers": [1, 2], "num_nextn_predict_layers": 1},
     ),
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA),
+    "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearConfig", KIMI),
 }
 
 
@@ -170,6 +191,16 @@ def add_drafts(file: Path) -> None:
     save_file(weights | {name: each.clone() for name, each in more.items()}, file, {"format": "pt"})
 
 
+def name_as_released(file: Path) -> None:
+    """Transformers calls a layer without experts what it calls one that has them."""
+    weights = load_file(file)
+    save_file(
+        {name.replace("block_sparse_moe", "mlp"): each for name, each in weights.items()},
+        file,
+        {"format": "pt"},
+    )
+
+
 def make(folder: Path, name: str) -> Any:
     """The model, saved, with weights large enough that no layer is a bystander."""
     model_name, configuration, sizes = CHECKPOINTS[name]
@@ -179,6 +210,11 @@ def make(folder: Path, name: str) -> Any:
     for weight in model.parameters():
         if weight.ndim == 2:
             torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    for layer in model.model.layers if name.startswith("kimi") else ():
+        if hasattr(layer.self_attn, "conv1d"):
+            torch.nn.init.normal_(layer.self_attn.conv1d.weight, std=0.5)
+        else:  # what the configuration says, as vLLM reads it
+            layer.self_attn.kv_a_layernorm.variance_epsilon = config.rms_norm_eps
     drafts = sizes.get("num_nextn_predict_layers", 0) > 0
     if drafts:
         embedded = model.model.embed_tokens.weight.data
@@ -189,5 +225,7 @@ def make(folder: Path, name: str) -> Any:
     model.save_pretrained(folder / name)
     if drafts:
         add_drafts(folder / name / "model.safetensors")
+    if name.startswith("kimi"):
+        name_as_released(folder / name / "model.safetensors")
     save_tokenizer(folder / name)
     return model.eval()

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,12 @@ SPARSE8 = {
     "npu_quant_lightning_indexer",
 }
 DELTA = {"npu_causal_conv1d", "npu_chunk_gated_delta_rule", "npu_gated_delta_layer_decode"}
+KIMI = {
+    "npu_causal_conv1d",
+    "npu_chunk_kda",
+    "npu_fused_infer_attention_score_v2",
+    "npu_gated_delta_layer_decode",
+}
 # checkpoint -> the ops that must have run
 MODELS = {
     "deepseek_v32": SPARSE,
@@ -41,8 +49,11 @@ MODELS = {
     "glm_52": SHARED,
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
+    "kimi_linear": KIMI,
 }
-MIXED = ("deepseek_v32", "glm_52", "qwen3_next")
+# on a CPU vLLM keeps no prefixes for latent attention, but makes blocks of states as if it did
+ALONE: dict[str, dict[str, Any]] = {"kimi_linear": dict(enable_prefix_caching=False)}
+MIXED = ("deepseek_v32", "glm_52", "qwen3_next", "kimi_linear")
 # checkpoint -> heads of a layer; on two ranks, gloo between them, each has half
 RANKS = {"deepseek_v32": 8, "glm_52": 8, "qwen3_next": 4}
 # prompts in parts of up to so many tokens a step; what was kept of them is not computed again
@@ -51,6 +62,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "glm_52": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=16),
     "deepseek_v32_drafts": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=16),
     "qwen3_next": dict(max_num_batched_tokens=128, max_num_seqs=4),
+    "kimi_linear": dict(max_num_batched_tokens=128, max_num_seqs=4),
 }
 DRAFTS: dict[str, Any] = dict(
     speculative_config=dict(method="mtp", num_speculative_tokens=2),
@@ -60,7 +72,7 @@ DRAFTED = {
     "deepseek_v32_drafts": SPARSE,
     "qwen3_next_drafts": {"npu_causal_conv1d_update", "npu_recurrent_gated_delta_rule"},
 }
-RELOADED = ("deepseek_v32", "qwen3_next")
+RELOADED = ("deepseek_v32", "qwen3_5", "kimi_linear")
 # checkpoint -> what vLLM calls the caches of 8 bits that it is asked for
 FP8 = {"deepseek_v32_one": "fp8", "glm_5_one": "fp8_ds_mla"}
 
@@ -127,8 +139,8 @@ def serve(folder, tmp_path_factory):
 @pytest.fixture(scope="session")
 def answers(serve):
     """Of every model, together and two at a time."""
-    jobs = [(name, [COUNT] * 5, {}) for name in MODELS]
-    jobs += [(name, UNEVEN, dict(max_num_seqs=2)) for name in MIXED]
+    jobs = [(name, [COUNT] * 5, ALONE.get(name, {})) for name in MODELS]
+    jobs += [(name, UNEVEN, dict(ALONE.get(name, {}), max_num_seqs=2)) for name in MIXED]
     jobs += [("deepseek_v3", [COUNT] * 5, dict(dtype="bfloat16"))]
     jobs += [("qwen3_next", [COUNT] * 5, dict(max_num_batched_tokens=64, max_num_seqs=4))]
     jobs += [(name, [COUNT] * 5, dict(kv_cache_dtype=kind)) for name, kind in FP8.items()]
@@ -141,7 +153,7 @@ def answers(serve):
         more = DRAFTS if name.endswith("_drafts") else {}
         asked = dict(options, enable_prefix_caching=True, resumed=True, **more)
         jobs.append((name, [COUNT] * 5, asked))
-    jobs += [(name, [COUNT] * 5, dict(reloaded=True)) for name in RELOADED]
+    jobs += [(name, [COUNT] * 5, dict(ALONE.get(name, {}), reloaded=True)) for name in RELOADED]
     names = [*MODELS, *(f"{name} mixed" for name in MIXED), "deepseek_v3", "parts"]
     names += [*FP8, *(f"{name} mixed" for name in FP8), *DRAFTED, "qwen3_next_drafts mixed"]
     names += [*(f"{name} kept" for name in KEPT), *(f"{name} reloaded" for name in RELOADED)]
@@ -156,9 +168,12 @@ def test_tokens_equal_those_of_hugging_face(name, answers, expected):
 
 @pytest.fixture(scope="session")
 def ranks(serve):
-    """The same of two ranks, two requests at a time."""
+    """The same of two ranks, two requests at a time; and with drafts."""
     two: dict[str, Any] = dict(max_num_seqs=2, tensor_parallel_size=2)
-    return dict(zip(RANKS, serve(*((name, UNEVEN, two) for name in RANKS)), strict=True))
+    drafts = dict(DRAFTS, enable_prefix_caching=False, tensor_parallel_size=2)
+    jobs = [(name, UNEVEN, two) for name in RANKS]
+    jobs += [(name, [COUNT] * 5, drafts) for name in DRAFTED]
+    return dict(zip([*RANKS, *DRAFTED], serve(*jobs), strict=True))
 
 
 @pytest.mark.parametrize("name", RANKS)
@@ -171,10 +186,21 @@ def test_two_ranks_share_the_heads(name, ranks, answers, expected):
     assert answers[name]["heads"] == [[RANKS[name]]]
 
 
+@pytest.mark.parametrize("name", DRAFTED)
+def test_two_ranks_check_the_same_drafts(name, ranks, answers, expected):
+    """Of which none, one or both are right, as often as on one rank."""
+    answer = ranks[name]
+    assert answer["tokens"] == expected[name]
+    assert DRAFTED[name] <= set(answer["ops"])
+    assert answer["drafts"] == answers[name]["drafts"] and min(answer["drafts"]) > 0
+    ((heads,),) = answers[name]["heads"]
+    assert answer["heads"] == [[heads // 2]] * 2
+
+
 @pytest.mark.parametrize("name", [*MODELS, *FP8])
 def test_no_weight_is_kept_twice(name, answers):
     """The layer's op reads vLLM's, but for half of an up-projection."""
-    assert answers[name]["copies"] == ([] if MODELS.get(name) == DELTA else ["w_uk"])
+    assert answers[name]["copies"] == ([] if MODELS.get(name) in (DELTA, KIMI) else ["w_uk"])
 
 
 @pytest.mark.parametrize("name", FP8)
@@ -254,6 +280,31 @@ def test_an_engine_in_its_own_process(serve, expected):
 def test_other_caches_are_refused(name, kind, mode, serve):
     with pytest.raises(AssertionError, match=f"serves sparse attention without {mode}, and"):
         serve((name, [1] * 5, dict(kv_cache_dtype=kind)))
+
+
+def test_ranks_have_requests_of_their_own(folder, tmp_path, expected):
+    """Data parallelism: who has answered takes part in steps of nothing until the other has."""
+    name = "deepseek_v32"
+    jobs = [(folder / name, [COUNT] * 3, {}), (folder / name, UNEVEN[:2], dict(first=3))]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def served(rank: int) -> list[list[int]]:
+        asked, answers = tmp_path / f"jobs{rank}.json", tmp_path / f"answers{rank}.json"
+        asked.write_text(json.dumps([jobs[rank]], default=str))
+        place = dict(VLLM_DP_RANK=f"{rank}", VLLM_DP_RANK_LOCAL=f"{rank}", VLLM_DP_SIZE="2")
+        master = dict(VLLM_DP_MASTER_IP="127.0.0.1", VLLM_DP_MASTER_PORT=f"{port}")
+        switches = dict(CUSTOM_VLLM="1", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+        run("serve", asked, answers, **switches, **place, **master)
+        (answer,) = json.loads(answers.read_text())
+        assert MODELS[name] <= set(answer["ops"])
+        return answer["tokens"]
+
+    with ThreadPoolExecutor() as both:
+        tokens = [each for answer in both.map(served, range(2)) for each in answer]
+    counts = [*[COUNT] * 3, *UNEVEN[:2]]
+    assert tokens == [all[:n] for all, n in zip(expected[name], counts, strict=True)]
 
 
 def test_nothing_happens_unless_it_is_turned_on(serve):

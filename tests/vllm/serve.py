@@ -9,8 +9,9 @@ and for each of them the tokens, how many of all prompts vLLM had kept, the numb
 prefill beside a decode and how often so many drafts were taken (of an engine in this process), our
 ops that ran, the weights that our layers have copied, and the heads of a layer on each rank.
 
-Two options are ours: `resumed`, the last half of the tokens is asked for in a request of its own,
-of the prompt and the first half; `reloaded`, after the weights were lost and read again.
+Options of ours: `resumed`, the last half of the tokens is asked for in a request of its own, of the
+prompt and the first half; `reloaded`, after the weights were lost and read again; `first`, the
+number of the first prompt, behind which there is one for each of the counts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import gc
 import json
 import sys
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -70,6 +72,19 @@ def keeping() -> AbstractContextManager[Any]:
     return patch.object(CpuPlatform, "check_and_update_config", staticmethod(checked))
 
 
+@contextmanager
+def kimi_on_a_cpu() -> Iterator[None]:
+    """vLLM's Kimi Linear asks for CUDA: for a stream, which attention without a gate does not use,
+    and for a product beside a sum over ranks.  It imports numba, at whose library vLLM's search for
+    kernels of a CPU stumbles."""
+    with (
+        patch.dict("os.environ", VLLM_KIMI_K3_GEMM_AR="0"),
+        patch("torch.cuda.Stream", object),
+        patch("vllm.utils.import_utils.is_numba_available", lambda: False),
+    ):
+        yield
+
+
 def seen(model: Any) -> dict[str, set[Any]]:
     """Of a rank: the ops that ran, the op's matrices that are none of the model's parameters, and
     the heads of our layers."""
@@ -79,7 +94,7 @@ def seen(model: Any) -> dict[str, set[Any]]:
     theirs = {each.untyped_storage().data_ptr() for each in model.parameters()}
     ours = {
         kind: [each for each in model.modules() if type(each).__name__ == kind]
-        for kind in ("SparseMLA", "GatedDelta")
+        for kind in ("SparseMLA", "GatedDelta", "DenseLatent", "KimiDelta")
     }
     return dict(
         ops={op for op, _ in log.calls},
@@ -90,8 +105,8 @@ def seen(model: Any) -> dict[str, set[Any]]:
             if isinstance(each, torch.Tensor) and each.ndim > 1
             if each.untyped_storage().data_ptr() not in theirs
         },
-        heads={layer.uk.shape[0] for layer in ours["SparseMLA"]}
-        | {layer.A_log.shape[0] for layer in ours["GatedDelta"]},
+        heads={layer.uk.shape[0] for layer in ours["SparseMLA"] + ours["DenseLatent"]}
+        | {layer.A_log.shape[0] for layer in ours["GatedDelta"] + ours["KimiDelta"]},
     )
 
 
@@ -128,7 +143,13 @@ def job(checkpoint: str, counts: list[int], options: dict[str, Any]) -> dict[str
         tokenizer_mode="hf",
     )
     resumed, reloaded = options.pop("resumed", False), options.pop("reloaded", False)
-    with keeping() if options.get("enable_prefix_caching") else nullcontext():
+    first = options.pop("first", 0)
+    asked = prompts()[first : first + len(counts)]
+    with ExitStack() as changes:
+        if options.get("enable_prefix_caching"):
+            changes.enter_context(keeping())
+        if "kimi" in Path(checkpoint).name:
+            changes.enter_context(kimi_on_a_cpu())
         llm = LLM(model=checkpoint, **{**given, **options})
     if reloaded:
         addresses = llm.apply_model(lose_weights)
@@ -139,7 +160,7 @@ def job(checkpoint: str, counts: list[int], options: dict[str, Any]) -> dict[str
     for counted in [[n // 2 for n in counts], counts] if resumed else [counts]:
         missing = [n - len(got) for n, got in zip(counted, tokens, strict=True)]
         sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in missing]
-        texts = [prompt + got for prompt, got in zip(prompts(), tokens, strict=True)]
+        texts = [prompt + got for prompt, got in zip(asked, tokens, strict=True)]
         outputs = llm.generate([{"prompt_token_ids": x} for x in texts], sampling, use_tqdm=False)
         for got, each in zip(tokens, outputs, strict=True):
             got += each.outputs[0].token_ids
@@ -159,7 +180,13 @@ def job(checkpoint: str, counts: list[int], options: dict[str, Any]) -> dict[str
     )
 
 
-if __name__ == "__main__":
+def main(asked: Path, answers: Path) -> None:
     watch()
-    answers = [job(*each) for each in json.loads(Path(sys.argv[1]).read_text())]
-    Path(sys.argv[2]).write_text(json.dumps(answers))
+    answers.write_text(json.dumps([job(*each) for each in json.loads(asked.read_text())]))
+
+
+if __name__ == "__main__":
+    # processes that are asked to run a function find it by the name of its module
+    from tests.vllm import serve
+
+    serve.main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -55,6 +55,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         "vllm.config.speculative": {
             "SpeculativeConfig": ("draft_model_config", "method", "num_speculative_tokens")
         },
+        "vllm.distributed.parallel_state": {"get_tensor_model_parallel_world_size": EVERY},
         "vllm.forward_context": {
             "ForwardContext": ("attn_metadata", "no_compile_layers"),
             "get_forward_context": EVERY,
@@ -65,10 +66,30 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "op_registry_oot": EVERY,
         },
         "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": EVERY},
-        "vllm.model_executor.layers.layernorm": {"RMSNormGated": ("activation", "eps", "weight")},
+        "vllm.model_executor.layers.layernorm": {
+            "RMSNorm": ("__init__",),
+            "RMSNormGated": ("activation", "eps", "weight"),
+        },
+        "vllm.model_executor.layers.linear": {
+            "ColumnParallelLinear": ("__init__",),
+            "ReplicatedLinear": ("__init__",),
+            "RowParallelLinear": ("__init__",),
+        },
         "vllm.model_executor.layers.mamba.abstract": {"MambaBase": ("kv_cache",)},
         "vllm.model_executor.layers.mamba.gdn.base": {
             "GatedDeltaNetAttention": ("__init__", "activation", "prefix", "tp_size")
+        },
+        "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn": {
+            "KimiGatedDeltaNetAttention": (
+                "A_log",
+                "__init__",
+                "_forward",
+                "conv1d",
+                "dt_bias",
+                "gate_lower_bound",
+                "head_dim",
+                "o_norm",
+            )
         },
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": {
             "QwenGatedDeltaNetAttention": (
@@ -120,6 +141,12 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "ModelRegistry": EVERY,
             "_ModelRegistry": ("register_model",),
         },
+        "vllm.models.kimi_k3.nvidia": {},
+        "vllm.models.kimi_k3.nvidia.mla": {"MultiHeadLatentAttention": ("__init__", "forward")},
+        "vllm.models.kimi_k3.nvidia.model": {
+            "KimiLinearForCausalLM": ("__init__",),
+            "MultiHeadLatentAttention": EVERY,
+        },
         "vllm.platforms": {"current_platform": EVERY},
         "vllm.platforms.interface": {"Platform": ("is_cpu", "is_out_of_tree", "device_type")},
         "vllm.utils.torch_utils": {"_encode_layer_name": EVERY},
@@ -148,6 +175,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         },
         "vllm.v1.attention.backends.gdn_attn": {
             "GDNAttentionMetadata": (
+                "num_actual_tokens",
                 "non_spec_state_indices_tensor",
                 "non_spec_token_indx",
                 "num_accepted_tokens",

@@ -4,8 +4,9 @@
 
     CUSTOM_VLLM=1 vllm serve MODEL
 
-DeepSeek-V3.2 and GLM-5 (mla.py), Qwen3-Next and Qwen3.5 (gdn.py); under vllm-ascend, the sparse
-attention (ascend.py).  docs/vllm.md has the versions and modes that were tried.
+DeepSeek-V3.2 and GLM-5 (mla.py), Qwen3-Next and Qwen3.5 (gdn.py), Kimi Linear (kimi.py); under
+vllm-ascend, the sparse attention (ascend.py).  docs/vllm.md has the versions and modes that were
+tried.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ def register() -> None:
         return
     check_version(SWITCH, "vLLM", vllm.__version__, VLLM)
     ours = {
-        "DeepseekV32ForCausalLM": "DeepseekV32ForCausalLM",
-        "GlmMoeDsaForCausalLM": "GlmMoeDsaForCausalLM",
-        "DeepseekV32MTPModel": "DeepseekV32MTP",  # the drafts of both
+        "DeepseekV32ForCausalLM": "mla:DeepseekV32ForCausalLM",
+        "GlmMoeDsaForCausalLM": "mla:GlmMoeDsaForCausalLM",
+        "DeepseekV32MTPModel": "mla:DeepseekV32MTP",  # the drafts of both
+        "KimiLinearForCausalLM": "kimi:KimiLinearForCausalLM",
     }
     for model, name in ours.items():
         # by name: vLLM imports a model where it builds it
-        vllm.ModelRegistry.register_model(model, f"{__name__}.mla:{name}")
+        vllm.ModelRegistry.register_model(model, f"{__name__}.{name}")
     from . import gdn
 
     gdn.register()

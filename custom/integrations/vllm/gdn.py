@@ -40,6 +40,7 @@ class GatedDelta(QwenGatedDeltaNetAttention):
         check_modes(
             "the gated delta rule",
             vllm_config,
+            data_parallelism=vllm_config.parallel_config.data_parallel_size > 1,
             states_of_all_blocks=vllm_config.cache_config.mamba_cache_mode == "all",
             drafts_beside_kept_prefixes=vllm_config.speculative_config is not None
             and vllm_config.cache_config.mamba_cache_mode != "none",
@@ -128,7 +129,11 @@ class GatedDelta(QwenGatedDeltaNetAttention):
         core_attn_out: Tensor,
     ) -> None:
         """Requests whose last tokens are drafts: the state after each token has a slot of its own,
-        and the next step goes on from that of the last one taken."""
+        and the next step goes on from that of the last one taken.
+
+        Three calls: npu_gated_delta_layer_decode keeps the states after its tokens in rows of their
+        own, and begins where it ends.
+        """
         n = batch.num_spec_decodes
         every: Any = batch.spec_token_indx
         starts: Any = batch.spec_query_start_loc

@@ -377,7 +377,7 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
     ) -> Tensor:
         refuse(SWITCH, "sparse attention", {"Llama 4's scaling": llama_4_scaling is not None})
         out = hidden_states.new_zeros(len(hidden_states), self.heads * self.value_size)
-        torch.ops.custom_vllm.sparse_mla(positions, hidden_states, out, self.layer_name)
+        torch.ops.custom_vllm.latent_attention(positions, hidden_states, out, self.layer_name)
         projected: Tensor = self.o_proj(out)[0]
         return projected
 
@@ -532,9 +532,9 @@ def write(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 
 @eager_break_during_capture
-def _sparse_mla(positions: Tensor, x: Tensor, out: Tensor, layer_name: str) -> None:
+def _latent_attention(positions: Tensor, x: Tensor, out: Tensor, layer_name: str) -> None:
     context = get_forward_context()
-    layer: SparseMLA = context.no_compile_layers[layer_name]
+    layer: Any = context.no_compile_layers[layer_name]
     batches = context.attn_metadata
     layer.attend(None if batches is None else batches[layer_name], positions, x, out)
 
@@ -542,9 +542,9 @@ def _sparse_mla(positions: Tensor, x: Tensor, out: Tensor, layer_name: str) -> N
 # one node of a graph, which vLLM runs between the graphs that it captures: what a batch is made of
 # is seen at each replay
 _library = torch.library.Library("custom_vllm", "FRAGMENT")
-_library.define("sparse_mla(Tensor positions, Tensor x, Tensor(a!) out, str layer_name) -> ()")
-_library.impl("sparse_mla", _sparse_mla, "CompositeExplicitAutograd")
-torch.library.register_fake("custom_vllm::sparse_mla", lambda *_: None, lib=_library)
+_library.define("latent_attention(Tensor positions, Tensor x, Tensor(a!) out, str layer) -> ()")
+_library.impl("latent_attention", _latent_attention, "CompositeExplicitAutograd")
+torch.library.register_fake("custom_vllm::latent_attention", lambda *_: None, lib=_library)
 
 # -------------------------------------------------------------------------------------- the models
 

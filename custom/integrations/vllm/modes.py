@@ -18,7 +18,6 @@ def check_modes(model: str, vllm_config: Any, **asked: bool) -> None:
     parallel, drafts = vllm_config.parallel_config, vllm_config.speculative_config
     modes = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "data parallelism": parallel.data_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
         "microbatches (DBO)": parallel.use_ubatching,

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Made by tests/vllm/stubs.py; not to be edited."""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+class ColumnParallelLinear:
+    def __init__(self, input_size: int, output_size: int, bias: bool=..., gather_output: bool=..., skip_bias_add: bool=..., params_dtype: torch.dtype | None=..., quant_config: Any=..., prefix: str=..., *, return_bias: bool=..., disable_tp: bool=..., tp_rank: int | None=..., tp_size: int | None=...) -> None: return
+
+class ReplicatedLinear:
+    def __init__(self, input_size: int, output_size: int, bias: bool=..., skip_bias_add: bool=..., params_dtype: torch.dtype | None=..., quant_config: Any=..., prefix: str=..., *, return_bias: bool=..., disable_tp: bool=...) -> None: return
+
+class RowParallelLinear:
+    def __init__(self, input_size: int, output_size: int, bias: bool=..., input_is_parallel: bool=..., skip_bias_add: bool=..., params_dtype: torch.dtype | None=..., reduce_results: bool=..., quant_config: Any=..., prefix: str=..., *, return_bias: bool=..., disable_tp: bool=...) -> None: return
