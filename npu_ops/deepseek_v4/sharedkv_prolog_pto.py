@@ -30,6 +30,8 @@ from ..prolog import product
 from ..prolog.rows import _summed, _summed_to
 from .last_rotation import angles, not_turned, standing, turned
 
+_IN_UB = 16 * 512  # numbers of a tile of heads, twice
+
 
 @triton.jit
 def _query_norms(
@@ -497,6 +499,18 @@ class Call:
             INDEX=self.index_size,
         )
 
+    def head_tile(self) -> tune.Config:
+        """Of the tiles that UB holds the larger one, unless it covers more heads that are not
+        there."""
+
+        def covered(config: tune.Config) -> int:
+            tile = config.tiles["HEAD_TILE"]
+            return tiling.up(self.heads, tile) + tiling.up(self.index_heads, tile)
+
+        kernel = "sharedkv_prolog_pto.of_heads"
+        found = [x for x in tune.TABLE[kernel] if x.tiles["HEAD_TILE"] * self.size <= _IN_UB]
+        return tune.choose(kernel, sorted(found, key=covered), self.size, self.index_size)
+
     def head_tiles(self, config: tune.Config) -> int:
         tile = config.tiles["HEAD_TILE"]
         return self.rows * (-(-self.heads // tile) + -(-self.index_heads // tile))
@@ -511,6 +525,6 @@ def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         **call.of_tokens(sums), **tune.only("sharedkv_prolog_pto.of_tokens", call.size).keywords
     )
     call.multiply()
-    config = tune.only("sharedkv_prolog_pto.of_heads", call.size, call.index_size)
+    config = call.head_tile()
     of_heads[(min(call.head_tiles(config), cores.vector()),)](**call.of_heads(), **config.keywords)
     return call.outputs

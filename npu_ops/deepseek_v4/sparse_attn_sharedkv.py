@@ -382,6 +382,15 @@ def run_at(ori, cmp, of_row, run, near, far_at, half, ori_row, cmp_row, SOURCES:
 
 
 @triton.jit
+def share(works):
+    """(first, one past the last) of this program's works.  They are neighbours: one token of a
+    request may see a run more than the next, and steps that a request's tokens divide would give
+    a program all of those that do."""
+    begin = works * tl.program_id(0) // tl.num_programs(0)
+    return begin, works * (tl.program_id(0) + 1) // tl.num_programs(0)
+
+
+@triton.jit
 def logits(z, there, scale, KEY_TILE: tl.constexpr):
     """[keys, heads]; -inf from key `there` on."""
     j = tl.arange(0, KEY_TILE).to(tl.float32)
@@ -506,7 +515,8 @@ def accumulate(
     j = tl.arange(0, KEY_TILE)
     head_tiles = padded // HEAD_TILE
     half = width // 2
-    for work in range(tl.program_id(0), rows * head_tiles * PIECES, tl.num_programs(0)):
+    start, end = share(rows * head_tiles * PIECES)
+    for work in range(start, end):
         d = work % PIECES * COLUMNS + tl.arange(0, COLUMNS)
         h = work // PIECES % head_tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
         row = work // PIECES // head_tiles
@@ -608,7 +618,8 @@ def attend(
     j = tl.arange(0, KEY_TILE)
     head_tiles = heads // HEAD_TILE
     half = width // 2
-    for work in range(tl.program_id(0), rows * head_tiles, tl.num_programs(0)):
+    start, end = share(rows * head_tiles)
+    for work in range(start, end):
         h = work % head_tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
         row = work // head_tiles
         token = (first + row).to(tl.int64)

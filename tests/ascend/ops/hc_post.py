@@ -41,8 +41,8 @@ CONTROLS = (
     Control(
         "comb not transposed",
         KERNEL,
-        "p1, c01, c11, c21, c31",
-        "p1, c10, c11, c12, c13",
+        "r, c10, c11, c12, c13",
+        "r, c01, c11, c21, c31",
         "whole tiles",
     ),
     Control(
