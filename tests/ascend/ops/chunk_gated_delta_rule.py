@@ -145,15 +145,15 @@ CONTROLS = (
     Control(
         "keys of W without the decay from the chunk's start",
         KERNEL,
-        "x = x * -tl.exp(across)[None]",
+        "x = x * -tl.exp(across + fore)[None]",
         "x = -x",
         "two chunks and a part",
     ),
     Control(
         "keys of the state without the decay to the chunk's end",
         KERNEL,
-        "(1, 1)) * fade",
-        "(1, 1)) * (0.0 * fade + 1.0)",
+        "tl.exp(tl.sum(gate[None], 1) - total + (whole - fore))",
+        "tl.exp(0.0 * total + (whole - fore))",
         "two chunks and a part",
     ),
     Control(
@@ -166,8 +166,36 @@ CONTROLS = (
     Control(
         "queries without the decay from the chunk's start",
         KERNEL,
-        "tl.trans(s_tile)) * growth",
-        "tl.trans(s_tile))",
+        "s_tile) * growth[:, None]",
+        "s_tile)",
+        "two chunks and a part",
+    ),
+    Control(
+        "keys of a pair's first chunk do not decay through its second",
+        KERNEL,
+        "- total + (whole - fore))",
+        "- total + 0.0 * whole)",
+        "two chunks and a part",
+    ),
+    Control(
+        "a pair's second chunk starts from the state before the first",
+        KERNEL,
+        "x = tl.dot(x_tile, tl.load(taken + to), x)",
+        "pass",
+        "no gates, keys alike",
+    ),
+    Control(
+        "queries of a pair's second chunk do not see its first",
+        KERNEL,
+        "x = tl.dot(p_tile, tl.load(of_n + CHUNK * VALUE), x)",
+        "x = tl.dot(p_tile, tl.load(of_n + CHUNK * VALUE))",
+        "two chunks and a part",
+    ),
+    Control(
+        "a second chunk behind a sequence's end",
+        KERNEL,
+        "made = (i < ends)[:, None]",
+        "made = (i < PAIR)[:, None]",
         "two chunks and a part",
     ),
     Control(
@@ -178,10 +206,10 @@ CONTROLS = (
         "64 tokens a round",
     ),
     Control(
-        "the right half of the triangle left alone",
+        "the last part of the triangle left alone",
         KERNEL,
-        "range(HALF, CHUNK - 1)",
-        "range(CHUNK - 1, CHUNK - 1)",
+        "static_range(0, CHUNK, PART)",
+        "static_range(0, CHUNK - PART, PART)",
         "two chunks and a part",
     ),
     Control(
