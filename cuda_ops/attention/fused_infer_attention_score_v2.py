@@ -43,7 +43,7 @@ from ...dispatch.ops.attention.fused_infer_attention_score_v2 import (
     shapes,
     with_heads,
 )
-from ..common import gpu, rows
+from ..common import gpu, rows, softmax
 from ..common.combine import Parts, is_chained
 from ..common.log2 import LN2, LOG2E
 from ..common.tiling import cdiv, power_of_two
@@ -238,11 +238,7 @@ def _attend(
             if C.WINDOW:
                 seen = seen & (position[None, :] >= low[:, None])
             s = tl.where(seen, s, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(s, 1))
-            alpha = tl.exp2(row_max - new_max)
-            weight = tl.exp2(s - new_max[:, None])
-            row_sum = row_sum * alpha + tl.sum(weight, 1)
-            row_max = new_max
+            weight, alpha, row_sum, row_max = softmax.step(s, row_max, row_sum)
             p = weight.to(k_tile.dtype)
         acc = tl.dot(p, k_tile, acc * alpha[:, None], input_precision="ieee")
     if C.CHAINED:

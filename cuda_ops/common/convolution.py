@@ -10,10 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gpu import INTERPRETED
+from .approximate import inverse
 from .lengths import sequence_of, span_of
-
-SIMULATED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -81,11 +79,4 @@ def taps_of(weight, d, mask, tap_stride, channel_stride, W: tl.constexpr):
 @triton.jit
 def sigmoid(x):
     """With one instruction for the division, whose last bit may be off."""
-    whole = 1.0 + tl.exp(-x)
-    if SIMULATED:
-        share = 1.0 / whole
-    else:
-        share = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [whole], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return share
+    return inverse(1.0 + tl.exp(-x))

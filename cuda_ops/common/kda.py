@@ -7,14 +7,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .approximate import inverse, logarithm, power
 from .chunks import CHUNK, SUB, chunk_rows
-from .gpu import INTERPRETED
 from .lengths import pieces
 from .log2 import LN2, LOG2E
 
 # exp() of it is 0 in float32, and 64 of them add up without losing what is small
 _LEAST: tl.constexpr = tl.constexpr(-100.0)
-_SIMULATED = tl.constexpr(INTERPRETED)
 BLOCKS: tl.constexpr = tl.constexpr(CHUNK.value // SUB.value)
 # what `g` is
 GIVEN, SOFTPLUS, BOUNDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -64,49 +63,13 @@ def walked(bounds, n, T, sequences, PIECES: tl.constexpr, VARLEN: tl.constexpr):
 
 
 @triton.jit
-def power(x):
-    """2^x with one instruction; below 2^-126 it is 0."""
-    if _SIMULATED:
-        found = tl.exp2(x)
-    else:
-        found = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return found
-
-
-@triton.jit
-def _log2(x):
-    """With one instruction; x is at least 1."""
-    if _SIMULATED:
-        found = tl.log2(x)
-    else:
-        found = tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return found
-
-
-@triton.jit
 def _softplus(x):
     """log(1 + exp(x)), of which 17 bits are right."""
     y = power(tl.minimum(x, 20.0) * LOG2E)
     # where 1 + y rounds, the first terms of a series
     small = y * (1.0 - y * (0.5 - y * (0.33333333 - y * 0.25)))
-    log1p = tl.where(y < 0.03125, small, _log2(1.0 + y) * LN2)
+    log1p = tl.where(y < 0.03125, small, logarithm(1.0 + y) * LN2)
     return tl.where(x <= 20.0, log1p, x)
-
-
-@triton.jit
-def inverse(x):
-    """1 / x with one instruction, whose last bit may be off."""
-    if _SIMULATED:
-        found = 1.0 / x
-    else:
-        found = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return found
 
 
 @triton.jit

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.convolution import SIMULATED, sigmoid
-from ..common.kda import inverse
+from ..common.approximate import SIMULATED, inverse
+from ..common.convolution import sigmoid
 
 LARGEST = 16384  # hidden size that one program holds in registers
 MOST_TOKENS = 2**31 - 2**26  # a program each, and one for 64 of them

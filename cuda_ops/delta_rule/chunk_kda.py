@@ -37,6 +37,7 @@ from typing_extensions import Unpack
 from ...dispatch.common import gated_delta, memory
 from ...dispatch.ops.delta_rule.chunk_kda import Arguments
 from ..common import gpu, supported
+from ..common.approximate import power
 from ..common.chunks import CHUNK, SUB, chunk_rows, heads_of, rate_of
 from ..common.kda import (
     BLOCKS,
@@ -49,7 +50,6 @@ from ..common.kda import (
     on_diagonal,
     pairs_of_bit,
     place,
-    power,
     power_of_blocks,
     rows_at,
     split,

@@ -23,13 +23,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 from typing_extensions import Unpack
 
 from ...dispatch.common import memory
 from ...dispatch.common.packed import block_within
 from ...dispatch.ops.sparse_attention.sparse_attention_score import Arguments
-from ..common import gpu, packed, rows
+from ..common import gpu, packed, rows, softmax
 from ..common.combine import Parts, combine, is_chained
 from ..common.log2 import LN2, LOG2E
 from ..common.tiling import cdiv, power_of_two
@@ -151,6 +150,8 @@ def _attend(
     d = tl.arange(0, C.BLOCK_D)
     q_rows = q + row * q_row + (head * q_head)[:, None] + d[None, :]
     q_tile = tl.load(q_rows, mask=head_mask[:, None] & (d < C.D)[None, :], other=0.0)
+    heads = (row, split, head, head_mask)
+    places = (out, partial, partial_max, partial_sum)
     row_max = tl.full([C.BLOCK_H], LOWEST, tl.float32)
     row_sum = tl.full([C.BLOCK_H], 0.0, tl.float32)
     acc = tl.full([C.BLOCK_H, C.BLOCK_D], 0.0, tl.float32)
@@ -166,32 +167,13 @@ def _attend(
         v_tile = tl.load(value + v_row[:, None] + d[None, :], mask=there, other=0.0)
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee") * scale_log2
         s = tl.where(valid[None, :], s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 1))
-        alpha = tl.exp2(row_max - new_max)
-        weight = tl.exp2(s - new_max[:, None])
-        row_sum = row_sum * alpha + tl.sum(weight, 1)
-        row_max = new_max
+        weight, alpha, row_sum, row_max = softmax.step(s, row_max, row_sum)
         acc = tl.dot(weight.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
-    if C.CHAINED:
-        gdc_launch_dependents()
-    seeing = row_sum != 0  # a NaN is there, and stays one
-    if C.SPLITS == 1:
-        below = row_sum
-        if C.HAS_SINK:
-            sink = tl.load(sinks + head, mask=head_mask, other=0.0).to(tl.float32)
-            below += tl.exp2(sink * LOG2E - row_max)
-        inverse = tl.where(seeing, 1.0 / tl.where(seeing, below, 1.0), 0.0)
+    inverse, to, seen = softmax.finish(row_max, row_sum, heads, sinks, places, C.D, C)
+    if C.SPLITS == 1 and C.STATS:
         piece = row * C.HEADS + head
-        to = out + piece[:, None] * C.D
-        if C.STATS:
-            log = row_max * LN2 + tl.log(tl.where(seeing, row_sum, 1.0))
-            tl.store(lse + piece, tl.where(seeing, log, float("-inf")), mask=head_mask)
-    else:
-        inverse = tl.where(seeing, 1.0 / tl.where(seeing, row_sum, 1.0), 0.0)
-        piece = (row * C.SPLITS + split) * C.HEADS + head
-        to = partial + piece[:, None] * C.D
-        tl.store(partial_max + piece, row_max, mask=head_mask)
-        tl.store(partial_sum + piece, row_sum, mask=head_mask)
+        log = row_max * LN2 + tl.log(tl.where(seen, row_sum, 1.0))
+        tl.store(lse + piece, tl.where(seen, log, float("-inf")), mask=head_mask)
     o = (acc * inverse[:, None]).to(to.dtype.element_ty)
     tl.store(to + d[None, :], o, mask=head_mask[:, None] & (d < C.D)[None, :])
 

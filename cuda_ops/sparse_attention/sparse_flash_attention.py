@@ -33,13 +33,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 from typing_extensions import Unpack
 
 from ...dispatch.common import memory
 from ...dispatch.common import rope as rotary
 from ...dispatch.ops.sparse_attention.sparse_flash_attention import Arguments, Selected
-from ..common import gpu, quantise, rows
+from ..common import gpu, quantise, rows, softmax
 from ..common.combine import Parts, combine, is_chained
 from ..common.log2 import LN2, LOG2E
 from ..common.selection import Attention, selected, slot_of
@@ -242,6 +241,8 @@ def _attend(
     if C.D > 0:
         at = q_rope + row * qr_row + (head * qr_head)[:, None] + r[None, :]
         qr_tile = tl.load(at, mask=head_mask[:, None] & (r < C.D)[None, :], other=0.0)
+    heads = (row, split, head, head_mask)
+    places = (out, partial, partial_max, partial_sum)
     row_max = tl.full([C.BLOCK_H], LOWEST, tl.float32)
     row_sum = tl.full([C.BLOCK_H], 0.0, tl.float32)
     acc = tl.full([C.BLOCK_H, C.LEFT], 0.0, tl.float32)
@@ -309,11 +310,7 @@ def _attend(
                     s = tl.dot(qr_tile, kr_tile.T, s, input_precision="ieee")
                 s *= scale_log2
             s = tl.where((slot >= 0)[None, :], s, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(s, 1))
-            alpha = tl.exp2(row_max - new_max)
-            weight = tl.exp2(s - new_max[:, None])
-            row_sum = row_sum * alpha + tl.sum(weight, 1)
-            row_max = new_max
+            weight, alpha, row_sum, row_max = softmax.step(s, row_max, row_sum)
             p = weight.to(k_tile.dtype)
         if not C.SHARED:
             if C.KIND == quantise.PLAIN:
@@ -359,27 +356,12 @@ def _attend(
         acc = tl.dot(p, k_tile, acc * alpha[:, None], input_precision="ieee")
         if C.RIGHT > 0:
             acc2 = tl.dot(p, k_tile2, acc2 * alpha[:, None], input_precision="ieee")
-    if C.CHAINED:
-        gdc_launch_dependents()
-    valid = row_sum != 0  # a NaN is there, and stays one
-    if C.SPLITS == 1:
-        total = row_sum
-        if C.HAS_SINK:
-            sink = tl.load(sinks + head, mask=head_mask, other=0.0).to(tl.float32)
-            total += tl.exp2(sink * LOG2E - row_max)
-        inverse = tl.where(valid, 1.0 / tl.where(valid, total, 1.0), 0.0)
-        to = out + (row * C.HEADS + head)[:, None] * C.R
-        if C.STATS:
-            stat = row * C.HEADS + head
-            top = tl.where(valid, row_max * LN2, float("-inf"))
-            tl.store(softmax_max + stat, top, mask=head_mask)
-            tl.store(softmax_sum + stat, row_sum, mask=head_mask)
-    else:
-        inverse = tl.where(valid, 1.0 / tl.where(valid, row_sum, 1.0), 0.0)
-        piece = (row * C.SPLITS + split) * C.HEADS + head
-        to = partial + piece[:, None] * C.R
-        tl.store(partial_max + piece, row_max, mask=head_mask)
-        tl.store(partial_sum + piece, row_sum, mask=head_mask)
+    inverse, to, seen = softmax.finish(row_max, row_sum, heads, sinks, places, C.R, C)
+    if C.SPLITS == 1 and C.STATS:
+        piece = row * C.HEADS + head
+        top = tl.where(seen, row_max * LN2, float("-inf"))
+        tl.store(softmax_max + piece, top, mask=head_mask)
+        tl.store(softmax_sum + piece, row_sum, mask=head_mask)
     o = (acc * inverse[:, None]).to(to.dtype.element_ty)
     tl.store(to + d[None, :], o, mask=head_mask[:, None] & (d < C.R)[None, :])
     if C.RIGHT > 0:

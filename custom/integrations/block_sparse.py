@@ -23,7 +23,7 @@ from ..compression import entry_positions, npu_compressor
 from ..dispatch.common import paged
 from ..dispatch.errors import NotSupported
 from ..sparse_attention import npu_lightning_indexer
-from .cached import PagedLayer, RingLayer, refuse_what_differs, taken_over, takes_cache
+from .cached import PagedLayer, RingLayer, cached_by, refuse_what_differs, taken_over, takes_cache
 from .deepseek_v4 import page_of
 from .masks import WHERE, OncePerForward, Texts, check_positions, texts, unmasked, without_gaps
 from .paged import LayersOfPages, check_page, slots_of, token_positions
@@ -357,10 +357,8 @@ def attention_forward(of: _Model, page_size: int, drafts: int) -> Callable[..., 
         cos, sin = (
             each[:, -tokens:].expand(requests, -1, -1).contiguous() for each in position_embeddings
         )
-        layer, cached, valid = None, 0, None
-        if cache is not None:
-            layer = taken(cache, self, hidden_states, cos.shape[-1])
-            cached, valid = layer.tokens, layer.valid
+        layer = None if cache is None else taken(cache, self, hidden_states, cos.shape[-1])
+        cached, valid = cached_by(layer)
         found = read(
             self.layer_idx,
             attention_mask,

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -44,6 +45,30 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(self, *args, **options)
 
     return named
+
+
+W = TypeVar("W")
+
+
+class Converted(Generic[W]):
+    """Weights of layers as our ops take them, by what converts those of a layer for its input; made
+    anew where the input has another dtype or device."""
+
+    def __init__(self, convert: Callable[[Any, Tensor], W]) -> None:
+        self.convert = convert
+        self.made: WeakKeyDictionary[Any, tuple[object, W]] = WeakKeyDictionary()
+
+    def __call__(self, layer: Any, x: Tensor) -> W:
+        key = x.dtype, x.device
+        made = self.made.get(layer)
+        if made is None or made[0] != key:
+            made = self.made[layer] = key, self.convert(layer, x)
+        return made[1]
+
+
+def cached_by(layer: PagedLayer | None) -> tuple[int, Tensor | None]:
+    """How many positions a layer of the cache holds, and which of them have a token."""
+    return (0, None) if layer is None else (layer.tokens, layer.valid)
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..dispatch.errors import NotSupported
 from ..hyper_connections import npu_hc_post, npu_hc_pre
 from ..sparse_attention_v4 import npu_sparse_attention_v4_pto
-from .cached import RingLayer, refuse_what_differs, takes_cache
+from .cached import Converted, RingLayer, cached_by, refuse_what_differs, takes_cache
 from .deepseek_v4 import (
     SparseAttentionV4Weights,
     V4Caches,
@@ -135,7 +134,11 @@ def attention_forward(
     weight_format: str | None, page_size: int, drafts: int, dequantise: bool | None
 ) -> Callable[..., Any]:
     """The forward of `DeepseekV4Attention`, which is ours from its input to its output."""
-    converted: WeakKeyDictionary[nn.Module, SparseAttentionV4Weights] = WeakKeyDictionary()
+
+    def weights(layer: Any, x: Tensor) -> SparseAttentionV4Weights:
+        return sparse_attention_v4_weights(layer, weight_format, x.dtype, dequantise=dequantise)
+
+    converted = Converted(weights)
     read = OncePerForward(_read)
     turned: dict[int, OncePerForward] = {}  # by ratio
     options: dict[str, Any] = dict(page_size=page_size, drafts=drafts)
@@ -152,19 +155,10 @@ def attention_forward(
     ) -> tuple[Tensor, None]:
         requests, tokens, _hidden = hidden_states.shape
         refuse_what_differs(self, others)
-        w = converted.get(self)
-        if w is None or (w.gamma_cq.dtype, w.gamma_cq.device) != (
-            hidden_states.dtype,
-            hidden_states.device,
-        ):
-            w = sparse_attention_v4_weights(
-                self, weight_format, hidden_states.dtype, dequantise=dequantise
-            )
-            converted[self] = w
-        layer, cached, valid, fixed = None, 0, None, None
-        if cache is not None:
-            layer = _taken_over(cache, self, hidden_states, options)
-            cached, valid, fixed = layer.tokens, layer.valid, layer.fixed
+        w = converted(self, hidden_states)
+        layer = None if cache is None else _taken_over(cache, self, hidden_states, options)
+        cached, valid = cached_by(layer)
+        fixed = None if layer is None else layer.fixed
         found = read(
             self.layer_idx,
             attention_mask,

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..compression import npu_compressor
 from ..dispatch.errors import NotSupported
@@ -23,7 +22,7 @@ from ..sparse_attention import (
     npu_mla_prolog_pto,
     npu_sparse_flash_attention,
 )
-from .cached import RingLayer, refuse_what_differs, taken_over, takes_cache
+from .cached import Converted, RingLayer, cached_by, refuse_what_differs, taken_over, takes_cache
 from .deepseek_v4 import page_of
 from .dsa import SharedAttentionWeights, check_format, format_of, shared_of
 from .masks import WHERE, OncePerForward, Texts, padded
@@ -241,7 +240,7 @@ def attention_forward(
     """The forward of `Glm5NextTextAttention`, which hands its selection on as a third result."""
     check_format(weight_format)
     check_page(page_size)
-    converted: WeakKeyDictionary[nn.Module, SharedAttentionWeights] = WeakKeyDictionary()
+    converted = Converted(lambda layer, _: _weights(layer, weight_format))
     read, options = OncePerForward(_read), dict(page_size=page_size, drafts=drafts)
 
     @takes_cache
@@ -255,13 +254,9 @@ def attention_forward(
     ) -> tuple[Tensor, None, Tensor | None]:
         requests, tokens, _hidden = hidden_states.shape
         refuse_what_differs(self, others)
-        w = converted.get(self)
-        if w is None or (w.uk.dtype, w.uk.device) != (hidden_states.dtype, hidden_states.device):
-            w = converted[self] = _weights(self, weight_format)
-        layer, cached, valid = None, 0, None
-        if cache is not None:
-            layer = _taken_over(cache, self, hidden_states, options)
-            cached, valid = layer.tokens, layer.valid
+        w = converted(self, hidden_states)
+        layer = None if cache is None else _taken_over(cache, self, hidden_states, options)
+        cached, valid = cached_by(layer)
         found = read(self.layer_idx, attention_mask, requests, tokens, valid, cached)
         x = found.gathered(hidden_states).contiguous()
         if layer is None:

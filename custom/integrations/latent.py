@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attention import npu_fused_infer_attention_score_v2
 from ..dispatch.errors import NotSupported
 from ..sparse_attention import npu_mla_prolog_pto
-from .cached import PagedLayer, refuse_what_differs, taken_over, takes_cache
+from .cached import Converted, PagedLayer, cached_by, refuse_what_differs, taken_over, takes_cache
 from .dsa import SharedAttentionWeights, check_format, format_of, shared_of
 from .masks import WHERE, OncePerForward, Texts, texts, unmasked
 from .paged import PagedCaches, check_page, token_positions
@@ -121,7 +120,7 @@ def attention_forward(
     check_format(weight_format)
     check_page(page_size)
     own, read = attention.forward, OncePerForward(_read)
-    converted: WeakKeyDictionary[nn.Module, SharedAttentionWeights] = WeakKeyDictionary()
+    converted = Converted(lambda layer, _: _weights(layer, weight_format))
 
     def taken(cache: Cache | None, module: Any, x: Tensor) -> PagedLayer:
         numbers = [module.layer_idx] if cache is None else _layers_of(module.config)
@@ -151,13 +150,9 @@ def attention_forward(
     ) -> tuple[Tensor, None]:
         requests, tokens, _hidden = hidden_states.shape
         refuse_what_differs(self, others)
-        w = converted.get(self)
-        if w is None or (w.uk.dtype, w.uk.device) != (hidden_states.dtype, hidden_states.device):
-            w = converted[self] = _weights(self, weight_format)
-        layer, cached, valid = None, 0, None
-        if cache is not None:
-            layer = taken(cache, self, hidden_states)
-            cached, valid = layer.tokens, layer.valid
+        w = converted(self, hidden_states)
+        layer = None if cache is None else taken(cache, self, hidden_states)
+        cached, valid = cached_by(layer)
         found = read(self.layer_idx, attention_mask, requests, tokens, valid, cached, hidden_states)
         none = hidden_states[..., :0]
         cos, sin = (

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from functools import wraps
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +52,7 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp  # noqa: E402
 
 from . import block_sparse, deepseek_v4_model, glm5_next, latent  # noqa: E402
 from .attention import register  # noqa: E402
-from .cached import PagedLayer, refuse_what_differs, takes_cache  # noqa: E402
+from .cached import Converted, PagedLayer, cached_by, refuse_what_differs, takes_cache  # noqa: E402
 from .deepseek_v4 import (  # noqa: E402
     SparseAttentionV4Weights,
     sparse_attention_v4_weights,
@@ -183,7 +182,12 @@ def _attention_forward(weight_format: str | None, page_size: int) -> Callable[..
     """The forward of a sparse attention; GLM-5's hands its selection on, as a third result."""
     check_format(weight_format)
     check_page(page_size)
-    converted: WeakKeyDictionary[nn.Module, SharedAttentionWeights] = WeakKeyDictionary()
+
+    def weights(layer: Any, _: Tensor) -> SharedAttentionWeights:
+        convert = shared_attention_weights if layer.indexer is None else sparse_attention_weights
+        return convert(layer, weight_format)
+
+    converted = Converted(weights)
 
     @takes_cache
     def forward(
@@ -198,14 +202,9 @@ def _attention_forward(weight_format: str | None, page_size: int) -> Callable[..
     ) -> tuple[Tensor, None] | tuple[Tensor, None, Tensor | None]:
         requests, tokens, _hidden = hidden_states.shape
         refuse_what_differs(self, options)
-        w = converted.get(self)
-        if w is None or (w.uk.dtype, w.uk.device) != (hidden_states.dtype, hidden_states.device):
-            convert = shared_attention_weights if self.indexer is None else sparse_attention_weights
-            w = converted[self] = convert(self, weight_format)
-        layer, cached, valid = None, 0, None
-        if cache is not None:
-            layer = _paged_layer(cache, self, hidden_states, page_size)
-            cached, valid = layer.tokens, layer.valid
+        w = converted(self, hidden_states)
+        layer = None if cache is None else _paged_layer(cache, self, hidden_states, page_size)
+        cached, valid = cached_by(layer)
         found = _read_mask(self.layer_idx, attention_mask, requests, tokens, valid, cached)
         cos, sin = (each.expand(requests, -1, -1).contiguous() for each in position_embeddings)
         x, cos, sin = (found.gathered(each) for each in (hidden_states, cos, sin))

@@ -25,15 +25,11 @@ MEANT = {
     ("cuda_ops/delta_rule/hopper/chunk_kda_grad.py", "first", "row"),
     ("cuda_ops/attention/hopper/fused_attention.py", "rows", "tile"),
     # keys without a rope
-    ("cuda_ops/deepseek_v4/hopper/sparse_attn_sharedkv.py", "q_left", "q_rope"),
-    ("cuda_ops/deepseek_v4/hopper/kv_quant_sparse_attn_sharedkv.py", "q_left", "q_rope"),
     ("cuda_ops/deepseek_v4/hopper/sparse_attn_sharedkv_decode.py", "queries", "query_ropes"),
     ("cuda_ops/deepseek_v4/hopper/sparse_attn_sharedkv_decode.py", "left", "ropes"),
     # float32, rounded later
     ("cuda_ops/attention/hopper/fused_attention_backward.py", "sums", "grad_q"),
     ("cuda_ops/attention/hopper/fused_attention_backward.py", "D", "WIDTH"),
-    ("cuda_ops/sparse_attention/hopper/mla_consumers.py", "zero", "tile"),
-    ("cuda_ops/attention/hopper/fused_infer_attention_score_v2.py", "zero", "tile"),
     ("cuda_ops/prolog/hopper/quantised_matmul.py", "B1", "B2"),
     ("cuda_ops/indexer/hopper/topk.py", "drawn", "x"),
     ("cuda_ops/indexer/hopper/topk_of_short_rows.py", "drawn", "x"),

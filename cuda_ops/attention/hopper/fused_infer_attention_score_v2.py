@@ -19,9 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -33,25 +31,23 @@ from ...common.hopper.tma import aligned, describable, describe_box
 from ...common.log2 import LEAST, LN2, LOG2E
 from ...runtime import launches
 from ...sparse_attention.hopper.mla_consumers import (
-    BARRIERS,
     GATHER,
     LEFT,
     LEFT_FREE,
     LINE,
-    LOWEST,
     QUERY,
-    QUERY_FREE,
     RIGHT,
     RIGHT_FREE,
     TURNED,
-    WEIGHED,
     WIDE,
     S,
-    Tiles,
     arrive,
-    scaled,
+    even_step,
+    nothing_seen,
+    odd_step,
+    products,
+    tiles_of,
     total,
-    weigh,
 )
 
 NOWHERE = gl.constexpr(2**31 - 1)  # the place of a key that no row sees
@@ -151,20 +147,9 @@ def _seen(part, C: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _scores(tiles, low, high, phase, tile, zero, TILE: gl.constexpr, C: gl.constexpr):
-    """[64, 64] scores of a tile, once it is there; masked, not yet scaled."""
-    q_left, q_right, q_rope, left, right, rope, _exchange, places, bars = tiles
-    mbarrier.wait(bars.index(LEFT + TILE), phase)
-    fence_async_shared()
-    s = gl.zeros([64, 64], gl.float32, layout=S)
-    s = warpgroup_mma(
-        q_left.index(zero), left.index(tile).permute((1, 0)), s, use_acc=False, is_async=True
-    )
-    mbarrier.wait(bars.index(RIGHT + TILE), phase)
-    fence_async_shared()
-    s = warpgroup_mma(q_right.index(zero), right.index(tile).permute((1, 0)), s, is_async=True)
-    if C.D > 0:
-        s = warpgroup_mma(q_rope.index(zero), rope.index(tile).permute((1, 0)), s, is_async=True)
-    place = places.index(TILE).load(gl.SliceLayout(0, S))
+    """[64, 64] scores of a tile; masked, not yet scaled."""
+    s = products(tiles, phase, tile, zero, TILE, C.D)
+    place = tiles.places.index(TILE).load(gl.SliceLayout(0, S))
     s = warpgroup_mma_wait(0, deps=[s])
     seen = place[None, :] < high[:, None]
     if C.WINDOW:
@@ -213,72 +198,28 @@ def _finish(acc, row_sum, row_max, part, to, C: gl.constexpr, COLUMN: gl.constex
 
 
 @gluon.jit
-def _consumer0(tiles, part, scale_log2, to, C: gl.constexpr):
-    if C.CHAINED:
+def _consumer(tiles, part, scale_log2, to, C: gl.constexpr, NUMBER: gl.constexpr):
+    """NUMBER: 0 scores the even tiles, 1 the odd ones."""
+    if NUMBER == 0 and C.CHAINED:
         gdc_launch_dependents()  # the merge is set up meanwhile
-    left, rope, exchange, bars = tiles.left, tiles.rope, tiles.exchange, tiles.bars
-    SIDE: gl.constexpr = gl.SliceLayout(1, S)
-    low, high = _seen(part, C, SIDE)
-    row_max = gl.full([64], LOWEST, gl.float32, layout=SIDE)
-    row_sum = gl.full([64], 0.0, gl.float32, layout=SIDE)
-    acc = gl.zeros([64, 256], gl.float32, layout=WIDE)
-    mbarrier.wait(bars.index(QUERY), 0)
+    low, high = _seen(part, C, gl.SliceLayout(1, S))
+    row_max, row_sum, acc = nothing_seen()
+    mbarrier.wait(tiles.bars.index(QUERY), 0)
     for step in range(part.steps):
         # zero, but not to the compiler: 80 descriptors made ahead of the loop would spill
         zero = step >> 30
         phase = step & 1
-        s = _scores(tiles, low, high, phase, zero, zero, 0, C)
-        mine = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
-        acc, row_sum = scaled(acc, row_sum, row_max, mine)
-        p = weigh(s, mine, scale_log2, tiles, zero, False, 0)
-        row_sum += gl.sum(p, 1)
-        weights = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
-        running = warpgroup_mma(weights, left.index(zero), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[running])
-        arrive(bars, LEFT_FREE)
-        mbarrier.wait(bars.index(WEIGHED + 1), phase)
-        mbarrier.wait(bars.index(LEFT + 1), phase)
-        fence_async_shared()
-        row_max = exchange.index(1).load(SIDE)
-        acc, row_sum = scaled(acc, row_sum, mine, row_max)
-        running = warpgroup_mma(rope.index(1 + zero), left.index(1 + zero), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[running])
-        arrive(bars, LEFT_FREE + 1)
-    row_sum = total(row_sum, tiles, 0, 0)
-    _finish(acc, row_sum, row_max, part, to, C, 0)
-
-
-@gluon.jit
-def _consumer1(tiles, part, scale_log2, to, C: gl.constexpr):
-    right, rope, exchange, bars = tiles.right, tiles.rope, tiles.exchange, tiles.bars
-    SIDE: gl.constexpr = gl.SliceLayout(1, S)
-    low, high = _seen(part, C, SIDE)
-    row_max = gl.full([64], LOWEST, gl.float32, layout=SIDE)
-    row_sum = gl.full([64], 0.0, gl.float32, layout=SIDE)
-    acc = gl.zeros([64, 256], gl.float32, layout=WIDE)
-    mbarrier.wait(bars.index(QUERY), 0)
-    for step in range(part.steps):
-        zero = step >> 30
-        phase = step & 1
-        s = _scores(tiles, low, high, phase, 1 + zero, zero, 1, C)
-        mbarrier.wait(bars.index(WEIGHED), phase)
-        mbarrier.wait(bars.index(RIGHT), phase)
-        fence_async_shared()
-        other = exchange.index(0).load(SIDE)
-        acc, row_sum = scaled(acc, row_sum, row_max, other)
-        running = warpgroup_mma(rope.index(zero), right.index(zero), acc, is_async=True)
-        row_max = gl.maximum(other, gl.max(s, 1) * scale_log2)
-        p = weigh(s, row_max, scale_log2, tiles, 1 + zero, False, 1)
-        weights = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
-        acc = warpgroup_mma_wait(0, deps=[running])
-        arrive(bars, RIGHT_FREE)
-        acc, row_sum = scaled(acc, row_sum, other, row_max)
-        row_sum += gl.sum(p, 1)
-        running = warpgroup_mma(weights, right.index(1 + zero), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[running])
-        arrive(bars, RIGHT_FREE + 1)
-    row_sum = total(row_sum, tiles, 0, 1)
-    _finish(acc, row_sum, row_max, part, to, C, 256)
+        s = _scores(tiles, low, high, phase, NUMBER + zero, zero, NUMBER, C)
+        if NUMBER == 0:
+            row_max, row_sum, acc = even_step(
+                s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, None
+            )
+        else:
+            row_max, row_sum, acc = odd_step(
+                s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, None
+            )
+    row_sum = total(row_sum, tiles, 0, NUMBER)
+    _finish(acc, row_sum, row_max, part, to, C, 256 * NUMBER)
 
 
 @gluon.jit
@@ -555,38 +496,19 @@ def _attend(
         lse_row,
         lse_head,
     )
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = key.dtype.element_ty
-    q_left = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
-    q_right = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
-    q_turned = q_left
-    if C.D > 0:
-        q_turned = gl.allocate_shared_memory(dtype, [1, 64, 64], SWIZZLED)
-    left = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
-    right = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
-    rope = gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLED)
+    tiles = tiles_of(dtype, C.D, [2, 64], 129, 129, 128)
+    BOXES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     boxes = (
-        reinterpret(left, dtype, [512 // BOX, BOX, 64], SWIZZLED),
-        reinterpret(right, dtype, [512 // BOX, BOX, 64], SWIZZLED),
-        reinterpret(rope, dtype, [128 // BOX, BOX, 64], SWIZZLED),
+        reinterpret(tiles.left, dtype, [512 // BOX, BOX, 64], BOXES),
+        reinterpret(tiles.right, dtype, [512 // BOX, BOX, 64], BOXES),
+        reinterpret(tiles.rope, dtype, [128 // BOX, BOX, 64], BOXES),
     )
-    exchange = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
-    places = gl.allocate_shared_memory(gl.int32, [2, 64], FLAT)
-    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(LEFT_FREE):
-        mbarrier.init(bars.index(i), count=129)
-    for i in gl.static_range(LEFT_FREE, QUERY):
-        mbarrier.init(bars.index(i), count=1)
-    mbarrier.init(bars.index(QUERY), count=128)
-    mbarrier.init(bars.index(QUERY_FREE), count=2)
-    barrier()
-    tiles = Tiles(q_left, q_right, q_turned, left, right, rope, exchange, places, bars)
     of_request = table + request.to(gl.int64) * table_stride
     gl.warp_specialize(
         [
-            (_consumer0, (tiles, part, scale_log2, to, C)),
-            (_consumer1, (tiles, part, scale_log2, to, C)),
+            (_consumer, (tiles, part, scale_log2, to, C, 0)),
+            (_consumer, (tiles, part, scale_log2, to, C, 1)),
             (
                 _producer,
                 (

@@ -21,10 +21,9 @@ from triton.language.extra.cuda import gdc_wait
 from ....dispatch.common import quantised
 from ...common import sharedkv
 from ...common.combine import combine
-from ...common.gluon_names import barrier, cp_async
+from ...common.gluon_names import cp_async
 from ...runtime import launches
 from ...sparse_attention.hopper.mla_consumers import (
-    BARRIERS,
     GATHER,
     LEFT,
     LEFT_FREE,
@@ -35,10 +34,9 @@ from ...sparse_attention.hopper.mla_consumers import (
     RIGHT,
     RIGHT_FREE,
     Output,
-    Tiles,
     arrive,
-    consumer0,
-    consumer1,
+    consumer,
+    tiles_of,
 )
 from .packed_rows import (
     ask_words,
@@ -312,32 +310,18 @@ def _attend(
         cmp_size,
     )
     to = Output(out, partial, partial_max, partial_sum, lse, lse, sinks)
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    # the right halves: the rotary copies of 128 threads beside them
+    RIGHTS: gl.constexpr = 129 if q.dtype.element_ty == gl.bfloat16 else 1
+    # the queries: copies of 128 threads, and the number of steps
+    tiles = tiles_of(q.dtype.element_ty, 0, [3, 128], 1, RIGHTS, 129)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     STAGE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
-    dtype: gl.constexpr = q.dtype.element_ty
-    q_left = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
-    q_right = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
-    left = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
-    right = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
-    weights = gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLED)
-    exchange = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
-    places = gl.allocate_shared_memory(gl.int32, [3, 128], FLAT)
     scales = gl.allocate_shared_memory(gl.int32, [4, 128], FLAT)
     stage = gl.allocate_shared_memory(gl.int32, [2, 64, 16], STAGE)
-    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    COPIES: gl.constexpr = 128 if dtype == gl.bfloat16 else 0
-    for i in gl.static_range(QUERY):
-        # the right halves: the rotary copies of 128 threads beside them
-        mbarrier.init(bars.index(i), count=1 + COPIES if i == RIGHT or i == RIGHT + 1 else 1)
-    mbarrier.init(bars.index(QUERY), count=129)  # copies of 128 threads, and the number of steps
-    mbarrier.init(bars.index(QUERY_FREE), count=2)
-    barrier()
-    tiles = Tiles(q_left, q_right, q_left, left, right, weights, exchange, places, bars)
     gl.warp_specialize(
         [
-            (consumer0, (tiles, 128, items, scale_log2, to, C)),
-            (consumer1, (tiles, 128, items, scale_log2, to, C)),
+            (consumer, (tiles, 128, items, scale_log2, to, C, 0)),
+            (consumer, (tiles, 128, items, scale_log2, to, C, 1)),
             (_producer, (q, caches, of, strides, items, tiles, scales, stage, LAYOUT, P, C, UNIT)),
         ],
         [4, 4],

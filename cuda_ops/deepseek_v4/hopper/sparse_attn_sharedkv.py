@@ -19,10 +19,9 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...common import sharedkv
 from ...common.combine import combine
-from ...common.gluon_names import barrier, cp_async
+from ...common.gluon_names import cp_async
 from ...runtime import launches
 from ...sparse_attention.hopper.mla_consumers import (
-    BARRIERS,
     GATHER,
     LEFT,
     LEFT_FREE,
@@ -33,13 +32,12 @@ from ...sparse_attention.hopper.mla_consumers import (
     RIGHT,
     RIGHT_FREE,
     Output,
-    Tiles,
     arrive,
-    consumer0,
-    consumer1,
+    consumer,
     fetch,
     gather,
     item,
+    tiles_of,
 )
 from .places import Caches, begin, cache_of, cut, fits, keys_of, named, places_of, steps, unit
 
@@ -233,29 +231,12 @@ def _attend(
         cmp_size,
     )
     to = Output(out, partial, partial_max, partial_sum, lse, lse, sinks)
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    dtype: gl.constexpr = ori.dtype.element_ty
-    q_left = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
-    q_right = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
-    left = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
-    right = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
-    weights = gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLED)
-    exchange = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
-    places = gl.allocate_shared_memory(gl.int32, [3, 128], FLAT)
-    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(LEFT_FREE):
-        mbarrier.init(bars.index(i), count=128)
-    for i in gl.static_range(LEFT_FREE, QUERY):
-        mbarrier.init(bars.index(i), count=1)
-    mbarrier.init(bars.index(QUERY), count=129)  # copies of 128 threads, and the number of steps
-    mbarrier.init(bars.index(QUERY_FREE), count=2)
-    barrier()
-    tiles = Tiles(q_left, q_right, q_left, left, right, weights, exchange, places, bars)
+    # the queries: copies of 128 threads, and the number of steps
+    tiles = tiles_of(ori.dtype.element_ty, 0, [3, 128], 128, 128, 129)
     gl.warp_specialize(
         [
-            (consumer0, (tiles, 128, items, scale_log2, to, C)),
-            (consumer1, (tiles, 128, items, scale_log2, to, C)),
+            (consumer, (tiles, 128, items, scale_log2, to, C, 0)),
+            (consumer, (tiles, 128, items, scale_log2, to, C, 1)),
             (_producer, (q, caches, of, strides, items, tiles, LAYOUT, P, C, UNIT)),
         ],
         [4, 4],

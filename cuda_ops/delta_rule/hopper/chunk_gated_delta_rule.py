@@ -36,7 +36,7 @@ from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ...common.hopper.tma import aligned, at, describe, describe_matrix, describe_row
 from ...common.tiling import cdiv, power_of_two
 from ...runtime import launches
-from .chunks import CHUNK, columns_at, lengths_of, tokens_of, triangles
+from .chunks import CHUNK, columns_at, lengths_of, ring, tokens_of, triangles
 
 # H200, 2026-11, N 16, Nv 32, Dk = Dv = 128, bfloat16, 4096 tokens: of 134 us the walk takes 77, and
 # with two stages 84
@@ -249,7 +249,6 @@ def _walk(
     dtype: gl.constexpr = k_desc.dtype
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DK], dtype)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     program = gl.program_id(0)
     block = program % BLOCKS
     hv = program // BLOCKS % NV
@@ -272,13 +271,7 @@ def _walk(
     o = gl.allocate_shared_memory(dtype, [64, 64], TILE)
     grown_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], grown_desc.layout)
     left_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], left_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
-    barrier()
+    full, empty = ring(STAGES)
     gl.warp_specialize(
         [
             (

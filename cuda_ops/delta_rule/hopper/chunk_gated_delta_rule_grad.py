@@ -47,6 +47,7 @@ from .chunks import (
     fading_of,
     lengths_of,
     rate_of,
+    ring,
     tokens_of,
     triangles,
 )
@@ -446,7 +447,6 @@ def _walks(
     dtype: gl.constexpr = k_desc.dtype
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DK], dtype)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     program = gl.program_id(0)
     # the longer walk first
     back = 1 - program % 2
@@ -471,13 +471,7 @@ def _walks(
     grown = gl.allocate_shared_memory(gl.float32, [STAGES, 64], grown_desc.layout)
     left = gl.allocate_shared_memory(gl.float32, [STAGES, 64], left_desc.layout)
     rates = gl.allocate_shared_memory(gl.float32, [STAGES, 64], rates_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
-    barrier()
+    full, empty = ring(STAGES)
     shared = Walk(q, k, v, t, p, grown, left, rates, to_state, to_x, full, empty)
     gl.warp_specialize(
         [
@@ -917,16 +911,10 @@ def _inputs(
         ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
         pair_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
         pair_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
         mbarrier.init(ready, count=1)
         mbarrier.init(pair_full, count=1)
         mbarrier.init(pair_empty, count=1)
-        for i in gl.static_range(STAGES):
-            mbarrier.init(full.index(i), count=1)
-            mbarrier.init(empty.index(i), count=1)
-        fence_async_shared()
-        barrier()
+        full, empty = ring(STAGES)
         shared = Inputs(
             q, k, o, n, r, z, m, states, grads, ready, full, empty, pair_full, pair_empty
         )

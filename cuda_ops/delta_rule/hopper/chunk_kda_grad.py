@@ -32,9 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ....dispatch.common import memory
+from ...common.approximate import inverse, power
 from ...common.gluon_names import barrier, reinterpret, tma_load
 from ...common.hopper.tma import at, describe_matrix, forget
-from ...common.kda import BOUNDED, SOFTPLUS, inverse, log_decay, power
+from ...common.kda import BOUNDED, SOFTPLUS, log_decay
 from ...common.log2 import LN2, LOG2E
 from ...runtime import launches
 from . import kda_walks

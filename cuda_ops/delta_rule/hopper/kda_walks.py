@@ -25,7 +25,7 @@ from ...common import gpu
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ...common.hopper.tma import aligned, at, describe_matrix, describe_row
 from ...runtime import launches
-from .chunks import CHUNK
+from .chunks import CHUNK, ring
 from .kda import pieces, rows_of
 
 _STAGES = 2
@@ -339,7 +339,6 @@ def _walks(
     dtype: gl.constexpr = kg_desc.dtype
     LONG: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     program = gl.program_id(0)
     # the longer walk first
     back = 1 - program % 2
@@ -369,13 +368,7 @@ def _walks(
     to_x = gl.allocate_shared_memory(dtype, [64, 64], TILE)
     fades = gl.allocate_shared_memory(gl.float32, [STAGES, 128], fades_desc.layout)
     rates = gl.allocate_shared_memory(gl.float32, [STAGES, 64], rates_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
-    barrier()
+    full, empty = ring(STAGES)
     shared = Walk(qs, ks, kg, v, t, p, fades, rates, to_state, to_x, full, empty)
     gl.warp_specialize(
         [

@@ -21,11 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ....dispatch.common import quantised
 from ...common import quantise, rows
-from ...common.gluon_names import barrier, cp_async
+from ...common.gluon_names import cp_async
 from ...common.hopper.rows import locate, slots
 from ...common.selection import Attention
 from .mla_consumers import (
-    BARRIERS,
     GATHER,
     LEFT,
     LEFT_FREE,
@@ -36,13 +35,12 @@ from .mla_consumers import (
     RIGHT,
     RIGHT_FREE,
     Output,
-    Tiles,
     arrive,
-    consumer0,
-    consumer1,
+    consumer,
     fits,
     item,
     run,
+    tiles_of,
 )
 
 # 4 words a thread of 64 keys x 16 words, each of 4 values
@@ -379,32 +377,13 @@ def _attend(
         seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
     )
     to = Output(out, partial, partial_max, partial_sum, softmax_max, softmax_sum, sinks)
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    dtype: gl.constexpr = q.dtype.element_ty
-    q_left = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
-    q_right = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
-    qr = q_left
-    if C.ROPE > 0:
-        qr = gl.allocate_shared_memory(dtype, [1, 64, 64], SWIZZLED)
-    left = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
-    right = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
-    rope = gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLED)
-    exchange = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
-    places = gl.allocate_shared_memory(gl.int32, [2, 128], FLAT)
-    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    COPIES: gl.constexpr = 128 if C.ROPE > 0 else 0
-    for i in gl.static_range(QUERY):
-        # the right halves: the rotary copies of 128 threads beside them
-        mbarrier.init(bars.index(i), count=1 + COPIES if i == RIGHT or i == RIGHT + 1 else 1)
-    mbarrier.init(bars.index(QUERY), count=128)
-    mbarrier.init(bars.index(QUERY_FREE), count=2)
-    barrier()
-    tiles = Tiles(q_left, q_right, qr, left, right, rope, exchange, places, bars)
+    # the right halves: the rotary copies of 128 threads beside them
+    RIGHTS: gl.constexpr = 129 if C.ROPE > 0 else 1
+    tiles = tiles_of(q.dtype.element_ty, C.ROPE, [2, 128], 1, RIGHTS, 128)
     gl.warp_specialize(
         [
-            (consumer0, (tiles, per_split, items, scale_log2, to, C)),
-            (consumer1, (tiles, per_split, items, scale_log2, to, C)),
+            (consumer, (tiles, per_split, items, scale_log2, to, C, 0)),
+            (consumer, (tiles, per_split, items, scale_log2, to, C, 1)),
             (
                 _producer,
                 (

@@ -116,6 +116,38 @@ class Constants(NamedTuple):
 
 
 @gluon.jit
+def tiles_of(
+    dtype: gl.constexpr,
+    ROPE: gl.constexpr,
+    PLACES: gl.constexpr,
+    LEFTS: gl.constexpr,
+    RIGHTS: gl.constexpr,
+    QUERIES: gl.constexpr,
+):
+    """Shared memory with PLACES [steps, keys], and barriers for which LEFTS and RIGHTS arrivals are
+    half a tile of keys, QUERIES the queries."""
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_left = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
+    q_right = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
+    q_rope = q_left
+    if ROPE > 0:
+        q_rope = gl.allocate_shared_memory(dtype, [1, 64, 64], SWIZZLED)
+    left = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
+    right = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
+    rope = gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLED)
+    exchange = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
+    places = gl.allocate_shared_memory(gl.int32, PLACES, FLAT)
+    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(QUERY):
+        mbarrier.init(bars.index(i), count=LEFTS if i < RIGHT else RIGHTS if i < LEFT_FREE else 1)
+    mbarrier.init(bars.index(QUERY), count=QUERIES)
+    mbarrier.init(bars.index(QUERY_FREE), count=2)
+    barrier()
+    return Tiles(q_left, q_right, q_rope, left, right, rope, exchange, places, bars)
+
+
+@gluon.jit
 def arrive(bars, which):
     """After every warp of the group is here."""
     barrier()
@@ -148,22 +180,29 @@ def item(number, HEADS: gl.constexpr, SPLITS: gl.constexpr):
 
 
 @gluon.jit
-def _scores(tiles, t, tile, zero, TILE: gl.constexpr, C: gl.constexpr):
-    """[64, 64] scores of a tile, once it is there; masked, not yet scaled."""
-    q_left, q_right, q_rope, left, right, rope, _exchange, places, bars = tiles
-    mbarrier.wait(bars.index(LEFT + TILE), t & 1)
+def products(tiles, phase, tile, zero, TILE: gl.constexpr, ROPE: gl.constexpr):
+    """[64, 64] products of the queries and a tile of keys, on their way once it is there."""
+    q_left, q_right, q_rope, left, right, rope, _exchange, _places, bars = tiles
+    mbarrier.wait(bars.index(LEFT + TILE), phase)
     fence_async_shared()
     s = gl.zeros([64, 64], gl.float32, layout=S)
     s = warpgroup_mma(
         q_left.index(zero), left.index(tile).permute((1, 0)), s, use_acc=False, is_async=True
     )
-    mbarrier.wait(bars.index(RIGHT + TILE), t & 1)
+    mbarrier.wait(bars.index(RIGHT + TILE), phase)
     fence_async_shared()
     s = warpgroup_mma(q_right.index(zero), right.index(tile).permute((1, 0)), s, is_async=True)
-    if C.ROPE > 0:
+    if ROPE > 0:
         s = warpgroup_mma(q_rope.index(zero), rope.index(tile).permute((1, 0)), s, is_async=True)
-    mbarrier.wait(bars.index(PLACED + (t & 1)), (t >> 1) & 1)
-    slot = places.index(t & 1).slice(64 * TILE, 64).load(gl.SliceLayout(0, S))
+    return s
+
+
+@gluon.jit
+def _scores(tiles, t, tile, zero, TILE: gl.constexpr, C: gl.constexpr):
+    """[64, 64] scores of a tile; masked, not yet scaled."""
+    s = products(tiles, t & 1, tile, zero, TILE, C.ROPE)
+    mbarrier.wait(tiles.bars.index(PLACED + (t & 1)), (t >> 1) & 1)
+    slot = tiles.places.index(t & 1).slice(64 * TILE, 64).load(gl.SliceLayout(0, S))
     s = warpgroup_mma_wait(0, deps=[s])
     return gl.where((slot >= 0)[None, :], s, float("-inf"))
 
@@ -175,7 +214,7 @@ def _count(tiles):
 
 
 @gluon.jit
-def scaled(acc, row_sum, old, new):
+def _scaled(acc, row_sum, old, new):
     """From the maxima `old` to `new`."""
     factor = gl.exp2(old - new)
     acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, WIDE))[:, None]
@@ -183,7 +222,7 @@ def scaled(acc, row_sum, old, new):
 
 
 @gluon.jit
-def weigh(s, row_max, scale_log2, tiles, tile, last, TILE: gl.constexpr):
+def _weigh(s, row_max, scale_log2, tiles, tile, last, TILE: gl.constexpr):
     """Probabilities, also left for the other consumer, with the maxima that they are relative to.
     The heaviest is 1 and stays 1 when it is rounded."""
     rope, bars = tiles.rope, tiles.bars
@@ -245,88 +284,102 @@ def _finish(acc, row_sum, row_max, to, row, split, head, C: gl.constexpr, COLUMN
 
 
 @gluon.jit
-def consumer0(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
-    if C.SPLITS > 1:
-        gdc_launch_dependents()  # the merge is set up meanwhile
-    left, rope, exchange, bars = tiles.left, tiles.rope, tiles.exchange, tiles.bars
+def nothing_seen():
+    """(maxima, sums, columns of the output) of 64 rows before their first key."""
     ROW: gl.constexpr = gl.SliceLayout(1, S)
+    row_max = gl.full([64], LOWEST, gl.float32, layout=ROW)
+    row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
+    return row_max, row_sum, gl.zeros([64, 256], gl.float32, layout=WIDE)
+
+
+@gluon.jit
+def _is_last(step, steps):
+    last = False
+    if steps is not None:
+        last = step == steps - 1
+    return last
+
+
+@gluon.jit
+def even_step(s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps):
+    """Of the even consumer: its own tile's scores `s`, and the odd one's probabilities.  After the
+    last of `steps` its queries are free; None: they stay."""
+    left, rope, bars = tiles.left, tiles.rope, tiles.bars
+    mine = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
+    acc, row_sum = _scaled(acc, row_sum, row_max, mine)
+    last = _is_last(step, steps)
+    p = _weigh(s, mine, scale_log2, tiles, zero, last, 0)
+    row_sum += gl.sum(p, 1)
+    weights = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
+    running = warpgroup_mma(weights, left.index(zero), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[running])
+    arrive(bars, LEFT_FREE)
+    mbarrier.wait(bars.index(WEIGHED + 1), phase)
+    mbarrier.wait(bars.index(LEFT + 1), phase)
+    fence_async_shared()
+    row_max = tiles.exchange.index(1).load(gl.SliceLayout(1, S))
+    acc, row_sum = _scaled(acc, row_sum, mine, row_max)
+    running = warpgroup_mma(rope.index(1 + zero), left.index(1 + zero), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[running])
+    arrive(bars, LEFT_FREE + 1)
+    return row_max, row_sum, acc
+
+
+@gluon.jit
+def odd_step(s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps):
+    """Of the odd consumer: the even one's probabilities, and its own tile's scores `s`."""
+    right, rope, bars = tiles.right, tiles.rope, tiles.bars
+    mbarrier.wait(bars.index(WEIGHED), phase)
+    mbarrier.wait(bars.index(RIGHT), phase)
+    fence_async_shared()
+    other = tiles.exchange.index(0).load(gl.SliceLayout(1, S))
+    acc, row_sum = _scaled(acc, row_sum, row_max, other)
+    running = warpgroup_mma(rope.index(zero), right.index(zero), acc, is_async=True)
+    row_max = gl.maximum(other, gl.max(s, 1) * scale_log2)
+    last = _is_last(step, steps)
+    p = _weigh(s, row_max, scale_log2, tiles, 1 + zero, last, 1)
+    weights = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
+    acc = warpgroup_mma_wait(0, deps=[running])
+    arrive(bars, RIGHT_FREE)
+    acc, row_sum = _scaled(acc, row_sum, other, row_max)
+    row_sum += gl.sum(p, 1)
+    running = warpgroup_mma(weights, right.index(1 + zero), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[running])
+    arrive(bars, RIGHT_FREE + 1)
+    return row_max, row_sum, acc
+
+
+@gluon.jit
+def consumer(tiles, per_split, items, scale_log2, to, C: gl.constexpr, NUMBER: gl.constexpr):
+    """NUMBER: 0 scores the even tiles, 1 the odd ones."""
+    if NUMBER == 0 and C.SPLITS > 1:
+        gdc_launch_dependents()  # the merge is set up meanwhile
     steps = per_split // 128
     t = 0
     query_phase = 0
     for each in range(gl.program_id(0), items, gl.num_programs(0)):
-        row_max = gl.full([64], LOWEST, gl.float32, layout=ROW)
-        row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
-        acc = gl.zeros([64, 256], gl.float32, layout=WIDE)
-        mbarrier.wait(bars.index(QUERY), query_phase)
+        row_max, row_sum, acc = nothing_seen()
+        mbarrier.wait(tiles.bars.index(QUERY), query_phase)
         if C.COUNTED:
             steps = _count(tiles)
         for step in range(steps):
             # zero, but not to the compiler: 80 descriptors made ahead of the loop would spill
             zero = step >> 30
             phase = t & 1
-            s = _scores(tiles, t, zero, zero, 0, C)
-            mine = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
-            acc, row_sum = scaled(acc, row_sum, row_max, mine)
-            p = weigh(s, mine, scale_log2, tiles, zero, step == steps - 1, 0)
-            row_sum += gl.sum(p, 1)
-            weights = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
-            running = warpgroup_mma(weights, left.index(zero), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[running])
-            arrive(bars, LEFT_FREE)
-            mbarrier.wait(bars.index(WEIGHED + 1), phase)
-            mbarrier.wait(bars.index(LEFT + 1), phase)
-            fence_async_shared()
-            row_max = exchange.index(1).load(ROW)
-            acc, row_sum = scaled(acc, row_sum, mine, row_max)
-            running = warpgroup_mma(rope.index(1 + zero), left.index(1 + zero), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[running])
-            arrive(bars, LEFT_FREE + 1)
+            s = _scores(tiles, t, NUMBER + zero, zero, NUMBER, C)
+            if NUMBER == 0:
+                row_max, row_sum, acc = even_step(
+                    s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps
+                )
+            else:
+                row_max, row_sum, acc = odd_step(
+                    s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps
+                )
             t += 1
-        row_sum = total(row_sum, tiles, query_phase, 0)
+        row_sum = total(row_sum, tiles, query_phase, NUMBER)
         query_phase = query_phase ^ 1
         row, split, head = item(each, C.HEADS, C.SPLITS)
-        _finish(acc, row_sum, row_max, to, row, split, head, C, 0)
-
-
-@gluon.jit
-def consumer1(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
-    right, rope, exchange, bars = tiles.right, tiles.rope, tiles.exchange, tiles.bars
-    ROW: gl.constexpr = gl.SliceLayout(1, S)
-    steps = per_split // 128
-    t = 0
-    query_phase = 0
-    for each in range(gl.program_id(0), items, gl.num_programs(0)):
-        row_max = gl.full([64], LOWEST, gl.float32, layout=ROW)
-        row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
-        acc = gl.zeros([64, 256], gl.float32, layout=WIDE)
-        mbarrier.wait(bars.index(QUERY), query_phase)
-        if C.COUNTED:
-            steps = _count(tiles)
-        for step in range(steps):
-            zero = step >> 30
-            phase = t & 1
-            s = _scores(tiles, t, 1 + zero, zero, 1, C)
-            mbarrier.wait(bars.index(WEIGHED), phase)
-            mbarrier.wait(bars.index(RIGHT), phase)
-            fence_async_shared()
-            other = exchange.index(0).load(ROW)
-            acc, row_sum = scaled(acc, row_sum, row_max, other)
-            running = warpgroup_mma(rope.index(zero), right.index(zero), acc, is_async=True)
-            row_max = gl.maximum(other, gl.max(s, 1) * scale_log2)
-            p = weigh(s, row_max, scale_log2, tiles, 1 + zero, step == steps - 1, 1)
-            weights = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
-            acc = warpgroup_mma_wait(0, deps=[running])
-            arrive(bars, RIGHT_FREE)
-            acc, row_sum = scaled(acc, row_sum, other, row_max)
-            row_sum += gl.sum(p, 1)
-            running = warpgroup_mma(weights, right.index(1 + zero), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[running])
-            arrive(bars, RIGHT_FREE + 1)
-            t += 1
-        row_sum = total(row_sum, tiles, query_phase, 1)
-        query_phase = query_phase ^ 1
-        row, split, head = item(each, C.HEADS, C.SPLITS)
-        _finish(acc, row_sum, row_max, to, row, split, head, C, 256)
+        _finish(acc, row_sum, row_max, to, row, split, head, C, 256 * NUMBER)
 
 
 def strides(call: Attention) -> tuple[int, ...]:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,14 @@ def keep(ctx: Any, x: dict[str, Any], tensors: Sequence[str], options: Sequence[
 
 
 def backward(
-    grad_op: Callable[..., Sequence[Tensor]],
+    op: str,
     ctx: Any,
     learned: Sequence[str],
-    *,
     like: Sequence[str] = (),
     **grads: Tensor | None,
 ) -> dict[str, Any]:
     """By name the gradients of those of `learned` that the call had, in the order in which
-    `grad_op` gives them.  It takes `grads`, of which the first ones are zeros shaped as the
+    `op` gives them.  It takes `grads`, of which the first ones are zeros shaped as the
     arguments `like` where no loss used the output."""
     if all(grad is None for grad in grads.values()):
         return {}
@@ -39,5 +38,5 @@ def backward(
             grads[name] = torch.zeros_like(x[argument])
     # an expanded gradient (of out.sum(), say) has no dense rows
     dense = {name: None if grad is None else grad.contiguous() for name, grad in grads.items()}
-    found = grad_op(**dense, **x, **ctx.options)
+    found = getattr(torch.ops.custom, op)(**dense, **x, **ctx.options)
     return {name: grad for name, grad in zip(learned, found, strict=True) if x[name] is not None}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -76,10 +75,5 @@ def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) ->
 
 def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> dict[str, Any]:
     return gradients.backward(
-        torch.ops.custom.npu_causal_conv1d_grad,
-        ctx,
-        _LEARNED,
-        like=["x"],
-        d_out=grad_out,
-        d_final_states=grad_state,
+        "npu_causal_conv1d_grad", ctx, _LEARNED, ["x"], d_out=grad_out, d_final_states=grad_state
     )

@@ -185,6 +185,4 @@ def setup_context(ctx: Any, x: dict[str, Any], output: Tensor) -> None:
 
 
 def backward(ctx: Any, d_out: Tensor) -> dict[str, Any]:
-    return gradients.backward(
-        torch.ops.custom.npu_compressor_dense_grad, ctx, _LEARNED, d_out=d_out
-    )
+    return gradients.backward("npu_compressor_dense_grad", ctx, _LEARNED, d_out=d_out)

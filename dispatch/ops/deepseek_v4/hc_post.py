@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...check import Checker
@@ -51,4 +50,4 @@ def setup_context(ctx: Any, x: dict[str, Any], output: Tensor) -> None:
 
 
 def backward(ctx: Any, d_out: Tensor) -> dict[str, Any]:
-    return gradients.backward(torch.ops.custom.npu_hc_post_grad, ctx, _SAVED, d_out=d_out)
+    return gradients.backward("npu_hc_post_grad", ctx, _SAVED, d_out=d_out)

@@ -117,10 +117,10 @@ def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) ->
 
 def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> dict[str, Any]:
     return gradients.backward(
-        torch.ops.custom.npu_chunk_gated_delta_rule_grad,
+        "npu_chunk_gated_delta_rule_grad",
         ctx,
         _LEARNED,
-        like=["value"],
+        ["value"],
         d_out=grad_out,
         d_final_state=grad_state,
     )

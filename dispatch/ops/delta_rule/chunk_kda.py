@@ -157,10 +157,5 @@ def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) ->
 
 def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> dict[str, Any]:
     return gradients.backward(
-        torch.ops.custom.npu_chunk_kda_grad,
-        ctx,
-        LEARNED,
-        like=["v"],
-        d_out=grad_out,
-        d_final_state=grad_state,
+        "npu_chunk_kda_grad", ctx, LEARNED, ["v"], d_out=grad_out, d_final_state=grad_state
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -81,4 +80,4 @@ def setup_context(ctx: Any, x: dict[str, Any], output: Tensor) -> None:
 
 
 def backward(ctx: Any, d_out: Tensor) -> dict[str, Any]:
-    return gradients.backward(torch.ops.custom.npu_gated_rms_norm_grad, ctx, _SAVED, d_out=d_out)
+    return gradients.backward("npu_gated_rms_norm_grad", ctx, _SAVED, d_out=d_out)
