@@ -356,7 +356,6 @@ def triangles(
 ):
     """T [chunks, HV, 64, 64]; beta [HV, tokens].  For a gradient (I + beta A)^-1, and what its
     rounding leaves."""
-    HALF: tl.constexpr = CHUNK // 2
     i = tl.arange(0, CHUNK)
     turn = tl.program_id(0)
     turns = tl.num_programs(0)
@@ -376,17 +375,19 @@ def triangles(
             tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
             upper = tl.load(alike + tile) * rate[None]
             x = tl.where(i[:, None] == i[None], 1.0, 0.0)
-            # column r is done: take it out of the columns behind; the lower half joins with its own
-            top = extract_slice(x, (0, 0), (HALF, CHUNK), (1, 1))
-            for r in range(0, HALF):
-                factor = extract_slice(upper, (r, 0), (1, CHUNK), (1, 1))
-                done = extract_slice(top, (0, r), (HALF, 1), (1, 1))
-                top = top - factor * done
-            x = insert_slice(x, top, (0, 0), (HALF, CHUNK), (1, 1))
-            for r in range(HALF, CHUNK - 1):
-                factor = extract_slice(upper, (r, 0), (1, CHUNK), (1, 1))
-                done = extract_slice(x, (0, r), (CHUNK, 1), (1, 1))
-                x = x - factor * done
+            # column r is done: take it out of the columns behind; rows join with their own columns;
+            # a column of a tile is taken out of what made the tile, unless it was put there
+            zero = tl.minimum(work, 0)
+            for part in tl.static_range(0, CHUNK, ROWS):
+                columns = extract_slice(x, (0, part), (part + ROWS, CHUNK - part), (1, 1))
+                columns = insert_slice(
+                    columns, columns, (zero, 0), (part + ROWS, CHUNK - part), (1, 1)
+                )
+                for r in range(0, ROWS):
+                    factor = extract_slice(upper, (part + r, part), (1, CHUNK - part), (1, 1))
+                    done = extract_slice(columns, (0, r), (part + ROWS, 1), (1, 1))
+                    columns = columns - factor * done
+                x = insert_slice(x, columns, (0, part), (part + ROWS, CHUNK - part), (1, 1))
             if GRAD:
                 whole = x.to(solved.dtype.element_ty)
                 tl.store(solved + tile, whole)
