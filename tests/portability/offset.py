@@ -45,7 +45,7 @@ def _in_place_of(x: Any, moved: dict[int, Tensor]) -> Any:
 def _views(of: list[Tensor], step: int, longer: int) -> list[Tensor]:
     """Others than those, all of one memory, in one memory again."""
     first, bytes = of[0], of[0].untyped_storage().nbytes()
-    memory = torch.empty(2 * bytes + 64, dtype=torch.uint8, device=first.device)
+    memory = torch.empty((1 + longer) * bytes + 64, dtype=torch.uint8, device=first.device)
     memory = memory[step * max(x.itemsize for x in of) :]
     alike = all(x.shape == first.shape and x.is_contiguous() for x in of)
     whole = alike and first.ndim > 1 and 0 < bytes == first.numel() * first.itemsize
