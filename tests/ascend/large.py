@@ -71,6 +71,7 @@ OLDEST = {
     "chunk_kda_grad.walk_grads": 163,
     "fused_attention_backward.grad_keys": 183,
     "fused_infer_attention_score_v2.accumulate": 169,
+    "hc_post.blend": 176,
     "sparse_lightning_indexer_grad_kl_loss.row_loss": 169,
 }
 # drawing the arguments of these takes minutes
