@@ -523,7 +523,7 @@ def _small() -> list[Case]:
         sizes = ([70, 20], heads, (128, 128))
         rule, grad = chunk_gated_delta_rule, chunk_gated_delta_rule_grad
         # the most heads go by rounds of tokens
-        rounds = 1 if heads == SHARDS[0] else tiling.WORKSPACE
+        rounds = 1 if heads in SHARDS[:2] else tiling.WORKSPACE
         made = {
             rule.OP: in_rounds(rounds, rule.call(*sizes)),
             grad.OP: in_rounds(_THREE_HEADS, grad.call(*sizes)),

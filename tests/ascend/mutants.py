@@ -104,11 +104,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> position > 0", "the first step has no parent, and before it is -1 as well"),
     ),
     "causal_conv1d_update.value_at": (("position <= 0 (2)", _EMPTY),),
-    "chunk_gated_delta_rule.forward": (
-        ("-> space(value_size, CHUNK.value)", _NUMBERS),
-        ("-> space(key_size, value_size)", _NUMBERS),
-        ("-> space(key_size, CHUNK.value)", _NUMBERS),
-    ),
     "chunk_gated_delta_rule.outputs": _LENGTH,
     "chunk_gated_delta_rule.products": _LENGTH,
     "chunk_gated_delta_rule.triangles": _LENGTH,
