@@ -35,7 +35,7 @@ from custom.dispatch.registry import SPECS
 
 import custom
 from custom.bench import attention, delta_rule, eight_bits, indexer_loss, merging, sparse_attention
-from custom.bench.case import Arguments, Case
+from custom.bench.case import Arguments, Case, Draw
 from custom.bench.presets import presets
 
 from ..support.layer import OPS as LAUNCHED
@@ -50,13 +50,13 @@ INDEXER = "npu_lightning_indexer"
 def _rope_apart(case: Case) -> Case:
     """The last 64 dimensions in tensors of their own."""
 
-    def make(device: torch.device, seed: int) -> Arguments:
-        x = case.make(device, seed)
+    def make(draw: Draw) -> Arguments:
+        x = case.drawn(draw)
         for name in ("query", "key"):
             x[f"{name}_rope"], x[name] = x[name][..., -64:], x[name][..., :-64]
         return x
 
-    return replace(case, make=make)
+    return replace(case, drawn=make)
 
 
 # sizes that the samples are too small for: what a GPU has kernels of its own for, every tile of

@@ -16,10 +16,11 @@ pytest.importorskip("triton")
 if INTERPRETED:
     pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
 
+from custom.cuda_ops.common import approximate
 from custom.cuda_ops.common import kda as pairs
 from custom.cuda_ops.common.hopper import tma
 from custom.cuda_ops.delta_rule import chunk_kda
-from custom.cuda_ops.delta_rule.hopper import chunk_kda_grad, kda, kda_walks
+from custom.cuda_ops.delta_rule.hopper import chunk_kda_grad, chunks, kda, kda_walks
 
 from ...support.gluon_on_cpu import stand_in
 from ...support.kda import EXTREMES
@@ -30,8 +31,8 @@ ERROR = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 @pytest.fixture
 def here(monkeypatch):
-    stand_in(monkeypatch, kda_walks, chunk_kda_grad, kda, pairs, tma)
-    monkeypatch.setattr(pairs, "_SIMULATED", True)
+    stand_in(monkeypatch, kda_walks, chunk_kda_grad, chunks, kda, pairs, approximate, tma)
+    monkeypatch.setattr(approximate, "SIMULATED", True)
 
 
 @pytest.mark.parametrize("states", [True, False])
