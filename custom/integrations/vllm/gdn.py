@@ -193,19 +193,8 @@ class GatedDelta(QwenGatedDeltaNetAttention):
         b: Tensor,
     ) -> Tensor:
         """[T, Nv, Dv] of the batch's T tokens of prefills, from their slots and back to them."""
-        n = batch.num_prefills
-        slots: Any = batch.prefill_state_indices
-        starts: Any = batch.prefill_query_start_loc
-        continues: Any = batch.prefill_has_initial_state
-        slots, starts = slots[:n].long(), starts[: n + 1]
-        # another request's, or another layer's, where nothing goes on: perhaps NaN
-        fresh = ~continues[:n, None, None]
-        mixed, columns[slots] = npu_causal_conv1d(
-            qkv,
-            self.taps(),
-            initial_states=columns[slots].masked_fill(fresh, 0),
-            query_start_loc=starts,
-            activation=self.activation,
+        mixed, initial, slots, starts = convolved(
+            batch, columns, states, qkv, self.taps(), self.activation
         )
         q, k, v, g, beta = self.gates(mixed, a, b)
         out, final = npu_chunk_gated_delta_rule(
@@ -214,7 +203,7 @@ class GatedDelta(QwenGatedDeltaNetAttention):
             v,
             beta=beta,
             g=g,
-            initial_state=states[slots].masked_fill(fresh[..., None], 0),
+            initial_state=initial,
             actual_seq_lengths=starts.diff(),
         )
         states[slots] = final
@@ -224,6 +213,33 @@ class GatedDelta(QwenGatedDeltaNetAttention):
         """[W, C]; where vLLM has packed them for its CPU kernel, it keeps them beside."""
         weight: Tensor = getattr(self.conv1d, "_cpu_unpacked_conv_weight", self.conv1d.weight)
         return weight.view(weight.shape[0], self.conv_kernel_size).t()
+
+
+def convolved(
+    batch: GDNAttentionMetadata,
+    columns: Tensor,
+    states: Tensor,
+    qkv: Tensor,
+    taps: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of a batch's prefills: tokens behind the convolution, whose columns are written back; states
+    that the rule begins with, slots of those, and where sequences begin."""
+    n = batch.num_prefills
+    slots: Any = batch.prefill_state_indices
+    starts: Any = batch.prefill_query_start_loc
+    continues: Any = batch.prefill_has_initial_state
+    slots, starts = slots[:n].long(), starts[: n + 1]
+    # another request's, or another layer's, where nothing goes on: perhaps NaN
+    fresh = ~continues[:n, None, None]
+    mixed, columns[slots] = npu_causal_conv1d(
+        qkv,
+        taps,
+        initial_states=columns[slots].masked_fill(fresh, 0),
+        query_start_loc=starts,
+        activation=activation,
+    )
+    return mixed, states[slots].masked_fill(fresh[..., None], 0), slots, starts
 
 
 def register() -> None:

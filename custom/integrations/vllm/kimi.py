@@ -36,11 +36,11 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from ...attention import npu_fused_infer_attention_score_v2
-from ...convolution import npu_causal_conv1d
 from ...delta_rule import npu_chunk_kda, npu_gated_delta_layer_decode
 from ...gated_norm import npu_gated_rms_norm
 from ..engines import refuse, refuse_unread
-from .mla import PagedCache, SparseBackend, SparseMetadata, write
+from .gdn import convolved
+from .mla import PagedCache, SparseBackend, SparseMetadata, attended, write
 from .modes import SWITCH, check_modes
 
 KDA = "Kimi delta attention"
@@ -117,20 +117,7 @@ class KimiDelta(KimiGatedDeltaNetAttention):
         beta: Tensor,
     ) -> Tensor:
         """[T, N, Dv] of the batch's T tokens of prefills, from their slots and back to them."""
-        n = batch.num_prefills
-        slots: Any = batch.prefill_state_indices
-        starts: Any = batch.prefill_query_start_loc
-        continues: Any = batch.prefill_has_initial_state
-        slots, starts = slots[:n].long(), starts[: n + 1]
-        # another request's, or another layer's, where nothing goes on: perhaps NaN
-        fresh = ~continues[:n, None, None]
-        mixed, columns[slots] = npu_causal_conv1d(
-            qkv,
-            self.taps(),
-            initial_states=columns[slots].masked_fill(fresh, 0),
-            query_start_loc=starts,
-            activation="silu",
-        )
+        mixed, initial, slots, starts = convolved(batch, columns, states, qkv, self.taps(), "silu")
         q, k, v = (each[None] for each in mixed.unflatten(-1, (3, -1, self.head_dim)).unbind(1))
         out, final = npu_chunk_kda(
             q,
@@ -138,7 +125,7 @@ class KimiDelta(KimiGatedDeltaNetAttention):
             v,
             decay[None],
             beta[None],
-            initial_state=states[slots].masked_fill(fresh[..., None], 0),
+            initial_state=initial,
             cu_seqlens=starts,
             use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True,
@@ -241,10 +228,7 @@ class DenseLatent(nn.Module, PagedCache):
 
     @override
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        out = hidden_states.new_zeros(len(hidden_states), self.heads * self.value_size)
-        torch.ops.custom_vllm.latent_attention(positions, hidden_states, out, self.layer_name)
-        projected: Tensor = self.o_proj(out)[0]
-        return projected
+        return attended(self, positions, hidden_states)
 
     def attend(
         self, batch: SparseMetadata | None, positions: Tensor, x: Tensor, out: Tensor
@@ -258,7 +242,7 @@ class DenseLatent(nn.Module, PagedCache):
         t = len(batch.slots)
         write(self.kv_cache, torch.cat([latent, row[:, self.rank :]], -1)[:t], batch.slots)
         keys = self.kv_cache[..., : self.rank]
-        attended, _ = npu_fused_infer_attention_score_v2(
+        latents, _ = npu_fused_infer_attention_score_v2(
             torch.einsum("tnd,ndr->tnr", q[:t], self.uk),
             keys,
             keys,
@@ -273,7 +257,7 @@ class DenseLatent(nn.Module, PagedCache):
             input_layout="TND",
             sparse_mode=3,
         )
-        out[:t] = torch.einsum("tnr,nvr->tnv", attended, self.uv).flatten(1)
+        out[:t] = torch.einsum("tnr,nvr->tnv", latents, self.uv).flatten(1)
 
 
 @contextmanager

@@ -376,10 +376,7 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
         self, positions: Tensor, hidden_states: Tensor, llama_4_scaling: Tensor | None = None
     ) -> Tensor:
         refuse(SWITCH, "sparse attention", {"Llama 4's scaling": llama_4_scaling is not None})
-        out = hidden_states.new_zeros(len(hidden_states), self.heads * self.value_size)
-        torch.ops.custom_vllm.latent_attention(positions, hidden_states, out, self.layer_name)
-        projected: Tensor = self.o_proj(out)[0]
-        return projected
+        return attended(self, positions, hidden_states)
 
     def attend(
         self, batch: SparseMetadata | None, positions: Tensor, x: Tensor, out: Tensor
@@ -529,6 +526,14 @@ def write(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
     """Rows [T, C] to a cache [pages, P, 1, C]; without a slot to vLLM's page of nobody, 0."""
     slots = slots.clamp(min=0)
     cache[slots // cache.shape[1], slots % cache.shape[1], 0] = rows
+
+
+def attended(layer: Any, positions: Tensor, x: Tensor) -> Tensor:
+    """What a layer of latent attention, with `attend`, makes of its input [T, H]: [T, H]."""
+    out = x.new_zeros(len(x), layer.heads * layer.value_size)
+    torch.ops.custom_vllm.latent_attention(positions, x, out, layer.layer_name)
+    projected: Tensor = layer.o_proj(out)[0]
+    return projected
 
 
 @eager_break_during_capture
