@@ -10,10 +10,10 @@ import triton.language as tl
 from .approximate import inverse, logarithm, power
 from .chunks import CHUNK, SUB, chunk_rows
 from .lengths import pieces
-from .log2 import LN2, LOG2E
+from .log2 import LOG2E
 
-# exp() of it is 0 in float32, and 64 of them add up without losing what is small
-_LEAST: tl.constexpr = tl.constexpr(-100.0)
+# to base 2: exp() of it is 0 in float32, and 64 of them add up without losing what is small
+LEAST: tl.constexpr = tl.constexpr(-100.0 * LOG2E.value)
 BLOCKS: tl.constexpr = tl.constexpr(CHUNK.value // SUB.value)
 # what `g` is
 GIVEN, SOFTPLUS, BOUNDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -64,23 +64,24 @@ def walked(bounds, n, T, sequences, PIECES: tl.constexpr, VARLEN: tl.constexpr):
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)), of which 17 bits are right."""
-    y = power(tl.minimum(x, 20.0) * LOG2E)
+    """log2(1 + exp(x)), of which 17 bits are right."""
+    exponent = x * LOG2E
+    y = power(-tl.abs(exponent))
     # where 1 + y rounds, the first terms of a series
-    small = y * (1.0 - y * (0.5 - y * (0.33333333 - y * 0.25)))
-    log1p = tl.where(y < 0.03125, small, logarithm(1.0 + y) * LN2)
-    return tl.where(x <= 20.0, log1p, x)
+    small = y * (1.4426950 - y * (0.72134752 - y * (0.48089835 - y * 0.36067376)))
+    log1p = tl.where(y < 0.03125, small, logarithm(1.0 + y))
+    return log1p + tl.maximum(exponent, 0.0)
 
 
 @triton.jit
 def log_decay(x, rate, lower_bound, GATE: tl.constexpr):
-    """The decay's logarithm."""
+    """The decay's logarithm to base 2."""
     if GATE == SOFTPLUS:
         return -rate * _softplus(x)
     elif GATE == BOUNDED:
-        return lower_bound * inverse(1.0 + power(-rate * x * LOG2E))
+        return inverse(1.0 + power(x * (-rate * LOG2E))) * (lower_bound * LOG2E)
     else:
-        return x
+        return x * LOG2E
 
 
 @triton.jit
@@ -106,10 +107,10 @@ def gate_input(
 
 
 @triton.jit
-def binary(x, valid):
-    """The logarithm to base 2, not below that of what is 0 in float32; 0 where there is no token.
-    A NaN remains one."""
-    return tl.where(valid[:, None], tl.where(x < _LEAST, _LEAST, x) * LOG2E, 0.0)
+def limited(x, valid):
+    """Not below the logarithm of what is 0 in float32; 0 where there is no token.  A NaN remains
+    one."""
+    return tl.where(valid[:, None], tl.where(x < LEAST, LEAST, x), 0.0)
 
 
 @triton.jit

@@ -19,8 +19,9 @@ four of blocks of 16 tokens, the upper two of [64, K].
 _chunks_kernel makes all that does not know S; _states_kernel walks over the chunks of a sequence
 with some columns of one head's state in registers.  Kimi Linear (2025), section 3.
 
-    condition    kernels
-    any          _chunks_kernel then _states_kernel
+    condition                                      kernels
+    Hopper, bfloat16, K = V = 128, aligned rows    hopper/chunk_kda.py then _states_kernel
+    else                                           _chunks_kernel then _states_kernel
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from ..common.approximate import power
 from ..common.chunks import CHUNK, SUB, chunk_rows, heads_of, rate_of
 from ..common.kda import (
     BLOCKS,
-    binary,
     from_diagonal,
     gate,
     gate_input,
+    limited,
     log_decay,
     norms,
     on_diagonal,
@@ -59,6 +60,7 @@ from ..common.kda import (
     walked,
 )
 from ..runtime import launches
+from .hopper import chunk_kda as hopper
 
 LARGEST_K, LARGEST_V = 128, 256
 _BLOCK_K = 16  # channels of the keys that a chunk's kernel holds at a time
@@ -203,7 +205,7 @@ def _chunks_kernel(
         for k0 in range(0, C.K_PAD, BLOCK_K):
             ck = k0 + tl.arange(0, BLOCK_K)
             x = gate_input(g, dt_bias, hv, first, length, g_row, ck, C.K, EDGE, BLOCK_K, C.BIAS)
-            step = binary(log_decay(x, speed, lower_bound, C.GATE), valid)
+            step = limited(log_decay(x, speed, lower_bound, C.GATE), valid)
             high, low = split(step)
             high = tl.reshape(high, [BLOCKS, SUB, BLOCK_K])
             low = tl.reshape(low, [BLOCKS, SUB, BLOCK_K])
@@ -421,7 +423,9 @@ def chunks(
         sequences=sequences,
         count=count,
     )
-    if programs > 0:
+    if hopper.supports(q, k, v, g, beta):
+        hopper.launch(made, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, out, scale, lower_bound)
+    elif programs > 0:
         launches.kernel(_chunks_kernel, programs)(
             q,
             k,

@@ -53,9 +53,9 @@ from ..common.chunks import CHUNK, chunk_rows, of_beta, rate_of
 from ..common.kda import (
     BOUNDED,
     SOFTPLUS,
-    binary,
     from_middle,
     gate_input,
+    limited,
     log_decay,
     pairs_of_bit,
     place,
@@ -63,6 +63,7 @@ from ..common.kda import (
     unit_norm,
     walked,
 )
+from ..common.log2 import LN2
 from ..runtime import launches
 from .chunk_kda import chunks, unsupported
 from .hopper import chunk_kda_grad as hopper
@@ -194,7 +195,7 @@ def _of_gate(x, speed, lower_bound, GATE: tl.constexpr):
     """The derivatives of the decay's logarithm by x and by A_log."""
     if GATE == SOFTPLUS:
         slope = -speed / (1.0 + tl.exp(-x))
-        by_A = log_decay(x, speed, lower_bound, GATE)
+        by_A = log_decay(x, speed, lower_bound, GATE) * LN2
     elif GATE == BOUNDED:
         share = 1.0 / (1.0 + tl.exp(-speed * x))
         slope = lower_bound * speed * share * (1.0 - share)
@@ -345,7 +346,7 @@ def _inputs_kernel(
             of_g = g + batch * g_batch + start * g_row + hv * g_head
             speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if C.A else 1.0
             x = gate_input(of_g, dt_bias, hv, first, length, g_row, ck, C.K, EDGE, BLOCK_K, C.BIAS)
-            total = tl.cumsum(binary(log_decay(x, speed, lower_bound, C.GATE), valid), 0)
+            total = tl.cumsum(limited(log_decay(x, speed, lower_bound, C.GATE), valid), 0)
             last = tl.sum(tl.where((i == CHUNK - 1)[:, None], total, 0.0), 0)
             growth = tl.exp2(total)
             left_q *= growth * scale

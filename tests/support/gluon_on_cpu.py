@@ -411,10 +411,14 @@ def _moved(assembly, constraints, arguments, dtype, is_pure, pack):
     return _block(arguments[0])
 
 
-class _Constant(float):
+class _Number(float):
     """Of launchers, which ask for its value, and of kernels, which do not."""
 
     value = property(float)
+
+
+class _Whole(int):
+    value = property(int)
 
 
 class Kernel:
@@ -467,6 +471,7 @@ def stand_in(monkeypatch, *modules, at=None):
         int64=torch.int64,
         uint32=torch.uint32,
         float32=torch.float32,
+        float16=torch.float16,
         bfloat16=torch.bfloat16,
         constexpr=lambda x: x,
         static_range=range,
@@ -528,5 +533,5 @@ def stand_in(monkeypatch, *modules, at=None):
             if isinstance(x, triton.runtime.JITFunction) or name in instead:
                 monkeypatch.setattr(module, name, instead.get(name) or Kernel(x, gl))
             elif isinstance(x, triton.language.constexpr):
-                constant = _Constant(x.value) if isinstance(x.value, float) else x.value
-                monkeypatch.setattr(module, name, constant)
+                known = {float: _Number, int: _Whole}.get(type(x.value), lambda value: value)
+                monkeypatch.setattr(module, name, known(x.value))

@@ -35,12 +35,12 @@ from ....dispatch.common import memory
 from ...common.approximate import inverse, power
 from ...common.gluon_names import barrier, reinterpret, tma_load
 from ...common.hopper.tma import at, describe_matrix, forget
-from ...common.kda import BOUNDED, SOFTPLUS, log_decay
+from ...common.kda import BOUNDED, LEAST, SOFTPLUS, log_decay
 from ...common.log2 import LN2, LOG2E
 from ...runtime import launches
 from . import kda_walks
 from .chunks import CHUNK, add
-from .kda import again, again_float, place, rows_of
+from .kda import again, again_float, place, rate_of, rows_of
 
 # channels of the keys at a time
 _WIDTH = 32
@@ -455,7 +455,7 @@ def _inputs(
         beta += long_batch * b_batch + begin * b_row + h
         rows = gl.arange(0, 64, layout=ROWS)
         columns = gl.arange(0, 64, layout=COLUMNS)
-        rate = _rate(beta, rows, b_row, count, C.BETA)
+        rate = rate_of(beta, rows, b_row, count, C.BETA)
         of_column = gl.convert_layout(rate, COLUMNS)
         of_row = gl.convert_layout(rate, gl.SliceLayout(1, OF_PART))
         of_wide = gl.convert_layout(rate, gl.SliceLayout(1, WIDE))
@@ -520,7 +520,7 @@ def _inputs(
             k_tile = _some_rows(k, k_row, of_key, count, G)
             gate = _gate_input(g, row * g_row + of_key, mask, dt_bias, to_bias, C.BIAS)
             logs = log_decay(gate, speed, lower_bound, C.GATE)
-            logs = gl.where(mask, gl.where(logs < -100.0, -100.0, logs) * LOG2E, 0.0)
+            logs = gl.where(mask, gl.where(logs < LEAST, LEAST, logs), 0.0)
             if C.GATE == SOFTPLUS:
                 kept.store(logs)
             total = gl.associative_scan(logs, 0, add)
@@ -601,16 +601,6 @@ def _inputs(
                 gl.store(A_parts + part, gl.zeros([128], gl.float32, layout=list_of))
             if C.BIAS:
                 gl.store(bias_parts + part, gl.zeros([128], gl.float32, layout=list_of))
-
-
-@gluon.jit
-def _rate(beta, token, b_row, length, BETA: gl.constexpr):
-    """How much of its key's value a token changes, in float32; 0 where there is none."""
-    valid = token < length
-    rate = gl.load(beta + token * b_row, mask=valid, other=0.0).to(gl.float32)
-    if BETA > 1:
-        rate = gl.where(valid, (BETA - 1.0) / (1.0 + gl.exp(-rate)), 0.0)
-    return rate
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, d_out: Tensor) -> bool:

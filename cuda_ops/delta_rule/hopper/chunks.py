@@ -72,31 +72,60 @@ def ring(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _halves(x):
-    """x of float32 as the sum of two bfloat16: its upper half, and what that leaves."""
-    high = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
-    return high.to(gl.bfloat16), (x - high).to(gl.bfloat16)
+def _terms(x, TWO: gl.constexpr):
+    """x of float32 as the sum of two bfloat16, its upper half and what that leaves; or in float16,
+    11 bits of it."""
+    if TWO:
+        high = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+        return high.to(gl.bfloat16), (x - high).to(gl.bfloat16)
+    else:
+        high = x.to(gl.float16)
+        return high, high  # Triton 3.6 returns no None
 
 
 @gluon.jit
-def _product(a_high, a_low, b_high, b_low, zero):
-    """a b of [64, 64] matrices, each the sum of two: 16 bits and more are right."""
-    acc = warpgroup_mma(a_low, b_high, zero, use_acc=False, is_async=True)
-    acc = warpgroup_mma(a_high, b_low, acc, is_async=True)
-    return warpgroup_mma(a_high, b_high, acc, is_async=True)
+def _put(x, high, low, TWO: gl.constexpr):
+    x_high, x_low = _terms(x, TWO)
+    high.store(x_high)
+    if TWO:
+        low.store(x_low)
 
 
 @gluon.jit
-def _inverse(lower, rows, columns, diagonal, dt_high, dt_low, b_high, b_low, zero):
-    """(I + lower)^-1 of a strictly lower [64, 64] matrix, as a pending product.
+def _left(x, TWO: gl.constexpr):
+    """x, to be multiplied from the left."""
+    A: gl.constexpr = gl.DotOperandLayout(0, x.type.layout, 2)
+    high, low = _terms(x, TWO)
+    high = gl.convert_layout(high, A)
+    if TWO:
+        low = gl.convert_layout(low, A)
+    return high, low
+
+
+@gluon.jit
+def _product(a_high, a_low, b_high, b_low, zero, TWO: gl.constexpr):
+    """a b of [64, 64] matrices; of sums of two 16 bits and more are right."""
+    if TWO:
+        acc = warpgroup_mma(a_low, b_high, zero, use_acc=False, is_async=True)
+        acc = warpgroup_mma(a_high, b_low, acc, is_async=True)
+        acc = warpgroup_mma(a_high, b_high, acc, is_async=True)
+    else:
+        acc = warpgroup_mma(a_high, b_high, zero, use_acc=False, is_async=True)
+    return acc
+
+
+@gluon.jit
+def inverse_of(
+    lower, rows, columns, diagonal, dt_high, dt_low, b_high, b_low, zero, TWO: gl.constexpr
+):
+    """(I + lower)^-1 of a strictly lower [64, 64] matrix.
 
     Blocks of 16 on the diagonal by forward substitution, a column of the inverse to a thread, which
     stays right where keys are alike and a power series would cancel: D.  Then twice
     [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]], written for the whole matrix: with
     Z = D B, of which Z1 is inside blocks of 32 and Z2 below them,
-    D' = (I - Z1) D,  W = (I - Z1) Z2,  inverse = (I - W) D'."""
-    M: gl.constexpr = lower.type.layout
-    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
+    D' = (I - Z1) D,  W = (I - Z1) Z2,  inverse = (I - W) D'.  TWO: of sums of two bfloat16, else of
+    float16, eight times as fine as the bfloat16 that the result is rounded to."""
     WIDE: gl.constexpr = gl.BlockedLayout(
         [1, 1, 4, 16], [2, 16, 1, 1], [gl.num_warps(), 1, 1, 1], [3, 2, 1, 0]
     )
@@ -121,42 +150,30 @@ def _inverse(lower, rows, columns, diagonal, dt_high, dt_low, b_high, b_low, zer
     block = gl.arange(0, 4, layout=B4)[:, None][:, :, None][:, :, :, None]
     other = gl.arange(0, 4, layout=R4)[None, :][:, None, :][:, :, :, None]
     whole = gl.where(block == other, x[:, :, None, :], 0.0)
-    high, low = _halves(gl.reshape(whole, [64, 64]))
-    dt_high.store(high)
-    dt_low.store(low)
-    high, low = _halves(gl.where(inside, 0.0, lower))
-    b_high.store(high)
-    b_low.store(low)
+    _put(gl.reshape(whole, [64, 64]), dt_high, dt_low, TWO)
+    _put(gl.where(inside, 0.0, lower), b_high, b_low, TWO)
     fence_async_shared()
     barrier()
     d_high = dt_high.permute((1, 0))
-    d_low = dt_low.permute((1, 0))
-    z = warpgroup_mma_wait(0, deps=[_product(d_high, d_low, b_high, b_low, zero)])
+    d_low = dt_low.permute((1, 0)) if TWO else None
+    z = warpgroup_mma_wait(0, deps=[_product(d_high, d_low, b_high, b_low, zero, TWO)])
     near = rows[:, None] // 32 == columns[None, :] // 32
     eye = gl.where(rows[:, None] == columns[None, :], 1.0, 0.0)
-    high, low = _halves(gl.where(near, 0.0, z))
     barrier()
-    b_high.store(high)
-    b_low.store(low)
-    high, low = _halves(eye - gl.where(near, z, 0.0))
-    a_high = gl.convert_layout(high, A)
-    a_low = gl.convert_layout(low, A)
+    _put(gl.where(near, 0.0, z), b_high, b_low, TWO)
+    a_high, a_low = _left(eye - gl.where(near, z, 0.0), TWO)
     fence_async_shared()
     barrier()
-    wide_flight = _product(a_high, a_low, b_high, b_low, zero)
-    d_flight = _product(a_high, a_low, d_high, d_low, zero)
-    wide = warpgroup_mma_wait(3, deps=[wide_flight])
-    high, low = _halves(eye - wide)
-    a_high = gl.convert_layout(high, A)
-    a_low = gl.convert_layout(low, A)
+    wide_flight = _product(a_high, a_low, b_high, b_low, zero, TWO)
+    d_flight = _product(a_high, a_low, d_high, d_low, zero, TWO)
+    wide = warpgroup_mma_wait(3 if TWO else 1, deps=[wide_flight])
+    a_high, a_low = _left(eye - wide, TWO)
     doubled = warpgroup_mma_wait(0, deps=[d_flight])
-    high, low = _halves(doubled)
     barrier()
-    b_high.store(high)
-    b_low.store(low)
+    _put(doubled, b_high, b_low, TWO)
     fence_async_shared()
     barrier()
-    return warpgroup_mma_wait(0, deps=[_product(a_high, a_low, b_high, b_low, zero)])
+    return warpgroup_mma_wait(0, deps=[_product(a_high, a_low, b_high, b_low, zero, TWO)])
 
 
 @gluon.jit
@@ -292,7 +309,9 @@ def _prepare(
         _seen, fading = fading_of(total, rows, columns)
         lower = kk * fading * gl.convert_layout(rate, ROWS)[:, None]
         lower = gl.where(rows[:, None] > columns[None, :], lower, 0.0)
-        inverse = _inverse(lower, rows, columns, diagonal, dt_high, dt_low, b_high, b_low, zero)
+        inverse = inverse_of(
+            lower, rows, columns, diagonal, dt_high, dt_low, b_high, b_low, zero, True
+        )
         # T' takes the place of P: were that not used again, the compiler would give it to others
         # before its copy is over
         tma.store_wait(0)

@@ -58,6 +58,16 @@ def place(bounds, chunk, T, sequences, PIECES: gl.constexpr, VARLEN: gl.constexp
 
 
 @gluon.jit
+def rate_of(beta, token, b_row, length, BETA: gl.constexpr):
+    """How much of its key's value a token changes, in float32; 0 where there is none."""
+    valid = token < length
+    rate = gl.load(beta + token * b_row, mask=valid, other=0.0).to(gl.float32)
+    if BETA > 1:
+        rate = gl.where(valid, (BETA - 1.0) / (1.0 + gl.exp(-rate)), 0.0)
+    return rate
+
+
+@gluon.jit
 def again(x):
     """The same number, of which the compiler does not know: what is made of it is made here, and
     not kept from elsewhere."""

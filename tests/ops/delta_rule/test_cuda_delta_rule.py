@@ -157,6 +157,29 @@ def test_kernels_of_kda_compile_and_fit(case, capability, kib, monkeypatch):
     assert max(kernel.metadata.shared for kernel in compiled) <= kib * 1024
 
 
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Kimi((9, 70), H=1, HV=1, K=128, V=128),
+        Kimi((70,), packed=False, H=1, HV=2, K=128, V=128, gate=GIVEN, norm=False),
+        Kimi((9, 70), H=1, HV=1, K=128, V=128, gate=BOUNDED, bias=False, rates=2),
+    ],
+    ids=["softplus", "given", "bounded"],
+)
+def test_chunks_of_kda_compile_for_hopper(case, monkeypatch):
+    """Of the op and its gradient; three programs share a multiprocessor's 228 KiB."""
+    compiled = stand_in(monkeypatch)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
+    x = case.moved(case.arguments(), torch.bfloat16, "cpu")
+    given = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    gates = [x[name] for name in ("A_log", "dt_bias", "lower_bound", "use_gate_in_kernel")]
+    for out in (x["v"], None):
+        kda.chunks(*given, 0.1, x["cu_seqlens"], case.norm, *gates, 1 + case.rates, out)
+    assert [kernel.name for kernel in compiled] == ["_chunks", "_chunks"]
+    assert max(kernel.metadata.shared for kernel in compiled) <= (228 // 3 - 1) * 1024
+
+
 def test_wide_heads_are_refused_where_they_do_not_fit(monkeypatch):
     monkeypatch.setattr("custom.cuda_ops.common.gpu.shared_memory", lambda device: 99 * 1024)
     x = Sequences((9, 70), Dk=256, Dv=256).arguments()
