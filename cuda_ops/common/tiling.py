@@ -143,6 +143,9 @@ def eight_bits(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> T
     tile, columns = (max(8, power_of_two(tokens)), 64) if swap else (64, 64)
     together, room = 2, 104
     blocks = _blocks(tokens, sizes, tile, columns)
+    halved = _blocks(tokens, sizes, tile, 2 * columns)
+    if 64 < tokens <= 128 and 9 * num_sms <= 10 * halved <= 10 * num_sms:
+        return Tiling(tile, 2 * columns, 128, 1, 8, 4, swap)  # x is read half as often
     runs = _runs(blocks, together * num_sms, depth // 128)
     filled = 9 * together * num_sms <= 10 * blocks * runs <= 10 * together * num_sms
     if tokens > 128 or (tokens > 64 and not filled):

@@ -31,8 +31,6 @@ from ..runtime import launches
 from . import hyper_connections
 from .hyper_connections import (
     MIX,
-    by_columns,
-    by_rows,
     entry,
     inverse_root,
     opened,
@@ -40,6 +38,7 @@ from .hyper_connections import (
     returned,
     runs_of,
     shares,
+    sinkhorn,
 )
 
 MANY = 256  # tokens: more are bound by the bytes
@@ -127,9 +126,7 @@ def _sweep(
     to_post = runs_of(at[:, None] + 4 + j[None, :], step, runs, RUNS)
     root = inverse_root(tl.sum(squares, 0), 4 * hidden, norm_eps)
     mixed = tl.sum(to_comb, 0) * root[:, None, None] * of_comb + base_comb
-    mixed = by_columns(shares(mixed) + hc_eps, hc_eps)
-    for _ in range(1, iters):
-        mixed = by_columns(by_rows(mixed, hc_eps), hc_eps)
+    mixed = sinkhorn(shares(mixed) + hc_eps, iters, hc_eps)
     tl.store(comb + (t * 16)[:, None, None] + square, mixed, mask=there[:, None, None])
     mix = tl.sum(to_post, 0) * root[:, None]
     to = post + (t * 4)[:, None] + j[None, :]

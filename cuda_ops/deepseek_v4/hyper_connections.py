@@ -81,13 +81,55 @@ def shares(logits):
 
 
 @triton.jit
-def by_columns(comb, eps):
-    return comb * inverse(tl.sum(comb, -2, keep_dims=True) + eps)
+def quarters(x):
+    """Four [..] of x [.., 4]."""
+    pairs = tl.reshape(x, x.shape[:-1] + [2, 2])  # noqa: RUF005 (kernels know no star)
+    even, odd = tl.split(pairs)
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
 
 
 @triton.jit
-def by_rows(comb, eps):
-    return comb * inverse(tl.sum(comb, -1, keep_dims=True) + eps)
+def together(x0, x1, x2, x3):
+    """[.., 4] of four [..]."""
+    pairs = tl.join(tl.join(x0, x2), tl.join(x1, x3))
+    return tl.reshape(pairs, pairs.shape[:-2] + [4])  # noqa: RUF005 (kernels know no star)
+
+
+@triton.jit
+def _balanced(a, b, c, d, eps):
+    over = inverse((a + b) + (c + d) + eps)
+    return a * over, b * over, c * over, d * over
+
+
+@triton.jit
+def sinkhorn(comb, iters, eps):
+    """comb [T, 4, 4], whose rows sum to 1, over its columns' sums, then iters - 1 times over those
+    of rows and columns.  A thread has all numbers of a token: no step waits for another thread."""
+    a, b, c, d = quarters(comb)  # columns
+    a0, a1, a2, a3 = quarters(a)
+    b0, b1, b2, b3 = quarters(b)
+    c0, c1, c2, c3 = quarters(c)
+    d0, d1, d2, d3 = quarters(d)
+    a0, a1, a2, a3 = _balanced(a0, a1, a2, a3, eps)
+    b0, b1, b2, b3 = _balanced(b0, b1, b2, b3, eps)
+    c0, c1, c2, c3 = _balanced(c0, c1, c2, c3, eps)
+    d0, d1, d2, d3 = _balanced(d0, d1, d2, d3, eps)
+    for _ in range(1, iters):
+        a0, b0, c0, d0 = _balanced(a0, b0, c0, d0, eps)
+        a1, b1, c1, d1 = _balanced(a1, b1, c1, d1, eps)
+        a2, b2, c2, d2 = _balanced(a2, b2, c2, d2, eps)
+        a3, b3, c3, d3 = _balanced(a3, b3, c3, d3, eps)
+        a0, a1, a2, a3 = _balanced(a0, a1, a2, a3, eps)
+        b0, b1, b2, b3 = _balanced(b0, b1, b2, b3, eps)
+        c0, c1, c2, c3 = _balanced(c0, c1, c2, c3, eps)
+        d0, d1, d2, d3 = _balanced(d0, d1, d2, d3, eps)
+    a = together(a0, a1, a2, a3)
+    b = together(b0, b1, b2, b3)
+    c = together(c0, c1, c2, c3)
+    d = together(d0, d1, d2, d3)
+    return together(a, b, c, d)
 
 
 @triton.jit
