@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -38,6 +39,19 @@ class Attention:
     def query_strides(self) -> tuple[int, ...]:
         """(row, head) of q, and of qr."""
         return (*self.q.stride()[:2], *self.qr.stride()[:2])
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What its kernels take by name; without sinks they read none."""
+        return dict(
+            sinks=self.softmax_max if self.sinks is None else self.sinks,
+            out=self.out,
+            softmax_max=self.softmax_max,
+            softmax_sum=self.softmax_sum,
+            scale_log2=self.scale_log2,
+            **self.plan.arguments,
+            LAYOUT=self.plan.layout,
+        )
 
 
 @triton.jit
