@@ -271,7 +271,6 @@ def test_prompt_then_decode(gate, layout, device, backend):
         (dict(lower_bound=0.5), ValueError, "`lower_bound` is 0.5, expected a negative"),
         (dict(allow_neg_eigval=True), ValueError, "`allow_neg_eigval` is True and `use_beta_sig"),
         (dict(dt_bias=torch.zeros(3)), ValueError, r"`dt_bias` .* HV\*K=64"),
-        (dict(state_layout="v"), ValueError, "`state_layout` is 'v'"),
     ],
     ids=by_change,
 )

@@ -124,7 +124,6 @@ def test_equals_qwen3_next(device, backend):
     [
         (dict(gate=torch.zeros(5, 3, 95)), ValueError, r"`gate` has shape \[5, 3, 95\]"),
         (dict(weight=torch.zeros(95)), ValueError, "`weight` has shape"),
-        (dict(group_size=7), ValueError, "`group_size` is 7, expected a divisor of D=96"),
         (dict(activation="relu"), ValueError, "`activation` is 'relu'"),
         (dict(epsilon=-1.0), ValueError, "`epsilon` is -1.0"),
         (dict(gate=torch.zeros(5, 3, 96).half()), TypeError, "`gate` has dtype"),
