@@ -184,9 +184,7 @@ def _fla_chunk(arguments: Arguments) -> Callable[[], Any] | None:
             state_v_first=True,
         )
 
-    with _compiled_together():
-        call()
-    return call
+    return _called_once(call)
 
 
 def _fla_chunk_grad(arguments: Arguments) -> Callable[[], Any] | None:
@@ -334,9 +332,7 @@ def _fla_kda(arguments: Arguments) -> Callable[[], Any] | None:
     def call() -> Any:
         return chunk_kda(**options, output_final_state=True)
 
-    with _compiled_together():
-        call()
-    return call
+    return _called_once(call)
 
 
 def _fla_kda_grad(arguments: Arguments) -> Callable[[], Any] | None:

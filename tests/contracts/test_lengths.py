@@ -82,7 +82,7 @@ def test_lengths_beyond_the_tensors_end_with_them(op, device, backend, layout, s
         torch.testing.assert_close(got, want, msg=lambda text, at=(beyond, dtype): f"{at}: {text}")
 
 
-# what the indexer selects is compared by score, in its own tests
+# the indexer has a test of its own, for what it selects
 @pytest.mark.parametrize("op", [op for op in OPS if op != "npu_lightning_indexer"])
 def test_sums_may_fall(op, device, backend):
     """A token is of the request whose number is how many sums it has passed, on every backend; it

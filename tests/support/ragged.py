@@ -66,6 +66,18 @@ def ints(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch
     return torch.tensor(values, dtype=dtype, device=device)
 
 
+def strided(
+    arguments: dict[str, Any], rows: Sequence[str], numbers: Sequence[str]
+) -> dict[str, Any]:
+    """The same call: NaN between any two of these `rows`, and `numbers` of 64 bits."""
+    made = dict(arguments)
+    for name in rows:
+        x = arguments[name]
+        made[name] = torch.stack([x, torch.full_like(x, torch.nan)], dim=-2)[..., 0, :]
+        assert not made[name].is_contiguous()
+    return made | {name: arguments[name].long() for name in numbers}
+
+
 def pack(parts: Sequence[Tensor], layout: str, device: torch.device, spare: int = 2) -> Tensor:
     """[L, ...] of every request to BSND or TND, with `spare` tokens of padding (in each request,
     or behind the last)."""

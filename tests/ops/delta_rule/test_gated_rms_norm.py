@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 import custom
 
 from ...support.accuracy import assert_close_to_float64, every_dtype, skip_float64
-from ...support.calls import assert_refuses, by_change, runs_once
+from ...support.calls import assert_refuses, by_change, by_formula, runs_once
 from ...support.convolution import Norm
 
 OP, GRAD = "npu_gated_rms_norm", "npu_gated_rms_norm_grad"
@@ -46,12 +46,7 @@ def plainly(x: Tensor, gate: Tensor, weight: Tensor, **o: Any) -> Tensor:
 @every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_formula(case, dtype, device, backend):
-    skip_float64(dtype, backend)
-    plain = case.moved(case.arguments(), dtype, "cpu")
-    with runs_once(OP, backend):
-        got = custom.npu_gated_rms_norm(**case.moved(plain, dtype, device))
-    exact = plainly(**case.moved(plain, torch.float64, "cpu"))
-    assert_close_to_float64("out", got, plainly(**plain), exact)
+    assert_close_to_float64("out", *by_formula(OP, plainly, case, dtype, device, backend))
 
 
 def test_reference_equals_a_loop_over_numbers():

@@ -17,7 +17,7 @@ import custom
 
 from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
 from ...support.calls import assert_refuses
-from ...support.ragged import LAYOUTS, Packed, ints, run, shuffled_table
+from ...support.ragged import LAYOUTS, Packed, ints, run, shuffled_table, strided
 from ...support.selected import RAGGED, N, Problem
 
 OP = "npu_sparse_flash_attention"
@@ -236,16 +236,9 @@ def test_strided_inputs_and_64_bit_indices(device, backend):
     problem = Problem((2, 3), (40, 20))
     packed = Packed(("BSND", "PA_BSND"), problem.rows, problem.keys, device)
     dense = problem.arguments(packed, dtype)
-    strided = dict(dense)
-    for name in ("query", "query_rope", "key", "key_rope"):
-        wide = torch.stack([dense[name], torch.full_like(dense[name], torch.nan)], dim=-2)
-        strided[name] = wide[..., 0, :]
-        assert not strided[name].is_contiguous()
-    for name in ("sparse_indices", "block_table"):
-        strided[name] = dense[name].long()
-    for name in ("actual_seq_lengths_query", "actual_seq_lengths_kv"):
-        strided[name] = dense[name].long()
-    a, b = run(OP, backend, **dense), run(OP, backend, **strided)
+    names = ("actual_seq_lengths_query", "actual_seq_lengths_kv", "sparse_indices", "block_table")
+    other = strided(dense, ("query", "query_rope", "key", "key_rope"), names)
+    a, b = run(OP, backend, **dense), run(OP, backend, **other)
     assert torch.equal(a[0], b[0])
 
 
