@@ -7,15 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from .ragged import shuffled_table
-
-every_page = pytest.mark.parametrize(
-    "block, page", [(4, 16), (16, 16), (12, 32), (48, 16), (1, 16)]
-)
 
 
 def pool(lengths: Sequence[int], page: int, *sizes: int) -> tuple[Tensor, Tensor]:

@@ -26,13 +26,6 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
-# of both prologs' formulas
-every_call = pytest.mark.parametrize(
-    ("B", "S", "interleaved"),
-    [(b, s, x) for b, s in [(1, 1), (3, 2), (5, 7)] for x in (True, False)],
-)
-
-
 class Tokens:
     """B * S drawn tokens, and caches whose every number is known."""
 

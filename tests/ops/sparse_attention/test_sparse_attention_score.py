@@ -14,7 +14,7 @@ import custom
 
 from ...support import interpreted
 from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
-from ...support.blocks import Problem, every_page
+from ...support.blocks import Problem
 from ...support.calls import assert_refuses
 from ...support.ragged import BEYOND, ints, run
 from ...support.samples import sample
@@ -37,7 +37,7 @@ def check(problem, backend, device, dtype):
 
 
 @every_dtype
-@every_page
+@pytest.mark.parametrize("block, page", [(4, 16), (16, 16), (12, 32), (48, 16), (1, 16)])
 def test_blocks_below_and_above_the_page(device, backend, dtype, block, page):
     skip_unless_taken(dtype, device, backend)
     check(Problem(ROWS, LENGTHS, block=block, page=page), backend, device, dtype)
