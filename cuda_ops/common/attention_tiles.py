@@ -121,6 +121,22 @@ def plan(
     return found
 
 
+def tiles_of(
+    lengths: torch.Tensor | None,
+    other_lengths: torch.Tensor | None,
+    rows: int,
+    other_rows: int,
+    tile: int,
+    pack: int = 1,
+    down: bool = True,
+) -> tuple[torch.Tensor | None, int]:
+    """The `plan` of packed sequences, None without lengths; and how many tiles there are."""
+    if lengths is None or other_lengths is None:
+        return None, triton.cdiv(rows * pack, tile)
+    listed = plan(lengths, other_lengths, rows, other_rows, tile, pack, down)
+    return listed, listed.shape[0]
+
+
 @triton.jit
 def locate(plan, tile, tiles, outer, rows, other_rows, VARLEN: tl.constexpr):
     """(batch, first row, rows, first other row, other rows, tile, piece) of tile `tile` of batch

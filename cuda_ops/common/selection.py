@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import rows
+from .combine import Parts
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,18 @@ class Attention:
         """(row, head) of q, and of qr."""
         return (*self.q.stride()[:2], *self.qr.stride()[:2])
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What its kernels take by name; without sinks they read none."""
+    def arguments(self, parts: Parts, per_split: int) -> dict[str, Any]:
+        """What kernels take by name that cut a row into `parts`; without sinks they read none."""
         return dict(
             sinks=self.softmax_max if self.sinks is None else self.sinks,
             out=self.out,
+            **parts.arguments,
             softmax_max=self.softmax_max,
             softmax_sum=self.softmax_sum,
             scale_log2=self.scale_log2,
+            entries=self.entries,
+            per_split=per_split,
             **self.plan.arguments,
-            LAYOUT=self.plan.layout,
         )
 
 

@@ -577,11 +577,9 @@ def _plain(
         value_scale,
         call.index,
         slots,
-        **call.arguments,
-        **parts.arguments,
-        entries=entries,
-        per_split=per_split,
+        **call.arguments(parts, per_split),
         strides=(*call.query_strides, *of_keys, call.index.stride(0), slots.stride(0)),
+        LAYOUT=call.plan.layout,
         C=Constants(
             HEADS=heads,
             R=rank,
