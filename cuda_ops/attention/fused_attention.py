@@ -37,10 +37,10 @@ from ..common.attention_tiles import (
     keys_of,
     locate,
     padded_size,
+    plan,
     row_strides,
     steps,
     strides,
-    tiles_of,
     visible,
 )
 from ..common.log2 import LEAST, LN2, LOG2E
@@ -410,7 +410,7 @@ def _plain(
     if gpu.is_hopper(q.device):  # tiles of narrower values: docs/sanitizer.md, a fault of ptxas
         v_padded = max(v_padded, min(padded, 64))
     t = tiling(sizes, max(padded, v_padded), gpu.num_sms(q.device), gpu.shared_memory(q.device))
-    listed, tiles = tiles_of(cu_seqlens_q, cu_seqlens_k, sizes.n_q, sizes.n_k, t.queries, t.pack)
+    listed, tiles = plan(cu_seqlens_q, cu_seqlens_k, sizes.n_q, sizes.n_k, t.queries, t.pack)
     split = t.splits > 1
     partial_o = (
         memory.empty((lse.numel(), t.splits, v_size), torch.float32, q.device) if split else o

@@ -40,11 +40,11 @@ from ..common.attention_tiles import (
     padded_first,
     padded_rows,
     padded_size,
+    plan,
     queries_of,
     row_strides,
     steps,
     strides,
-    tiles_of,
     visible,
 )
 from ..common.log2 import LOG2E
@@ -681,9 +681,7 @@ def backward(**a: Unpack[Arguments]) -> tuple[torch.Tensor, torch.Tensor, torch.
     shared = (*strides(q), *strides(k), *strides(v), *strides(grad_o))
 
     if n_k and not on_hopper:
-        listed, tiles = tiles_of(
-            cu_seqlens_k, cu_seqlens_q, n_k, n_q, over_queries.keys, down=False
-        )
+        listed, tiles = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, over_queries.keys, down=False)
         launches.kernel(_keys_kernel, tiles * sizes.outer * sizes.key_heads)(
             q,
             k,
@@ -706,7 +704,7 @@ def backward(**a: Unpack[Arguments]) -> tuple[torch.Tensor, torch.Tensor, torch.
             num_warps=over_queries.warps,
         )
 
-    listed, tiles = tiles_of(cu_seqlens_q, cu_seqlens_k, n_q, n_k, over_keys.queries)
+    listed, tiles = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, over_keys.queries)
     launches.kernel(_queries_kernel, tiles * sizes.outer * heads)(
         q,
         k,
@@ -751,7 +749,7 @@ def statistics(
     kept = memory.empty((batch, heads, padded, sums), torch.float32, lse.device) if sums else None
     blocks = batch * heads * padded // block
     turns = memory.empty((1 + blocks,), torch.int32, lse.device) if in_turn else None
-    listed, tiles = tiles_of(cu_seqlens_q, cu_seqlens_q, n_q, n_q, block)
+    listed, tiles = plan(cu_seqlens_q, cu_seqlens_q, n_q, n_q, block)
     v_size = o.shape[-1]
     launches.kernel(_statistics_kernel, tiles * batch * heads)(
         o,

@@ -45,9 +45,9 @@ from ...common.attention_tiles import (
     Sizes,
     locate,
     padded_first,
+    plan,
     queries_of,
     strides,
-    tiles_of,
     width_of,
 )
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
@@ -1200,7 +1200,7 @@ def launch(
     n_q, n_k, heads, key_heads = sizes.n_q, sizes.n_k, sizes.heads, sizes.key_heads
     outers = sizes.outer * key_heads
     section = min(outers, max(1, _SHARE // (sizes.rows * size * 8)))
-    listed, tiles = tiles_of(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=turns is not None)
+    listed, tiles = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=turns is not None)
     launches.kernel(_backward_hopper, tiles * outers)(
         describe(q, block, size, varlen),
         describe(grad_o, block, v_size, varlen),
@@ -1245,7 +1245,7 @@ def launch(
     )
     if sums is None:
         return
-    listed, tiles = tiles_of(cu_seqlens_q, cu_seqlens_k, n_q, n_k, 64)
+    listed, tiles = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, 64)
     launches.kernel(_round_kernel, tiles * sizes.outer * heads)(
         sums,
         turns,
