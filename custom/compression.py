@@ -139,6 +139,15 @@ def npu_compressor(
             "npu_compressor: `return_cmp_kv` is None, expected a bool. Leave it out for its "
             "default."
         )
+    others = ape, norm_weight, rope_sin, rope_cos, rope_head_dim, cmp_ratio
+    options = dict(
+        cu_seqlens=cu_seqlens,
+        seqused=seqused,
+        coff=coff,
+        norm_eps=norm_eps,
+        rotary_mode=rotary_mode,
+        hadamard=hadamard,
+    )
     out: Tensor
     if state_cache is None and cmp_cache is None:
         c = Checker("npu_compressor")
@@ -159,48 +168,22 @@ def npu_compressor(
             "`ln_weight`, `ln_bias` or `rope_slice` is given and `state_cache` is None, expected a "
             "state for such entries.",
         )
-        out = _ops.npu_compressor_dense(
-            x,
-            wkv,
-            wgate,
-            ape,
-            norm_weight,
-            rope_sin,
-            rope_cos,
-            rope_head_dim,
-            cmp_ratio,
-            cu_seqlens=cu_seqlens,
-            seqused=seqused,
-            coff=coff,
-            norm_eps=norm_eps,
-            rotary_mode=rotary_mode,
-            hadamard=hadamard,
-        )
+        out = _ops.npu_compressor_dense(x, wkv, wgate, *others, **options)
         return out if return_cmp_kv else out.new_empty([0])
     out = _ops.npu_compressor(
         x,
         wkv,
         wgate,
         state_cache,
-        ape,
-        norm_weight,
-        rope_sin,
-        rope_cos,
-        rope_head_dim,
-        cmp_ratio,
+        *others,
+        **options,
         state_block_table=state_block_table,
-        cu_seqlens=cu_seqlens,
-        seqused=seqused,
         start_pos=start_pos,
-        coff=coff,
-        norm_eps=norm_eps,
-        rotary_mode=rotary_mode,
         cache_mode=cache_mode,
         cmp_cache=cmp_cache,
         cmp_scale_cache=cmp_scale_cache,
         cmp_block_table=cmp_block_table,
         kind=kind,
-        hadamard=hadamard,
         hadamard_round=hadamard_round,
         return_cmp_kv=return_cmp_kv,
         ln_weight=ln_weight,

@@ -1,13 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""What the decoding examples share: two ways to decode with a server of theirs, and weights as
-checkpoints of 8 bits keep them.
+"""What the decoding examples share: two ways to decode with a server of theirs, timed, and weights
+as checkpoints of 8 bits keep them.
 
 A server has `forward(tokens, lengths)`: logits [B, S, V] of the last S tokens of requests that are
 `lengths` [B] long with them.
 """
 
+import copy
+import time
+
 import torch
+from tqdm import tqdm
+
+from custom.integrations.dsa import load_as_it_is
+
+
+def announce(model, options, lengths, of):
+    """What is served, and that the indexer selects among `of`."""
+    print(
+        f"\n{str(model.dtype).removeprefix('torch.')}: {options.batch} requests of "
+        f"{int(lengths.min())} to {int(lengths.max())} tokens, {options.new_tokens} new ones each, "
+        f"top-{model.config.index_topk} of the {of}; weights {options.weights}, caches "
+        f"{options.caches}"
+    )
+
+
+def timed(title, server, decode, prompts, lengths, extra, new, quiet=False):
+    """What `decode` gives after a prefill of the prompts; prints the speed of both."""
+    begin = time.perf_counter()
+    first = server.forward(prompts, lengths)[:, -1]
+    int(first.argmax())  # wait for the device
+    middle = time.perf_counter()
+    with tqdm(total=new - 1, desc=f"  {title}", unit="token", leave=False) as bar:
+        out = decode(server, first, lengths, extra, bar)
+    int(out[0].argmax())
+    end = time.perf_counter()
+    if not quiet:
+        prefill = int(lengths.sum()) / (middle - begin)
+        decoded = len(lengths) * (new - 1) / (end - middle)
+        print(f"  {title}: prefill {prefill:.0f} tokens/s, decode {decoded:.0f} tokens/s")
+    return out
+
+
+def print_answers(tokenizer, prompts, tokens):
+    """Of the first request and of the last."""
+    for b in (0, len(prompts) - 1):
+        said = tokenizer.decode(prompts[b, -12:]), tokenizer.decode(tokens[b])
+        print(f"  request {b}: ...{said[0]!r} -> {said[1]!r}")
 
 
 def generate(server, first, lengths, new, bar):
@@ -60,6 +100,20 @@ def as_checkpoint(weight, kind):
     stands = (values.float() * scale[:, None, :, None]).flatten(2).flatten(0, 1)
     values = values.flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
     return dict(weight=values, weight_scale_inv=scale), stands[:rows, :columns]
+
+
+def quantise_weights(layer, names, kind):
+    """These projections of its attention in 8 bits, as `layer.narrow`; the attention itself gets
+    what they stand for."""
+    tensors = {}
+    for name in names:
+        linear = layer.self_attn.get_submodule(name)
+        named, stands = as_checkpoint(linear.weight, kind)
+        tensors |= {f"{name}.{leaf}": tensor for leaf, tensor in named.items()}
+        linear.weight.copy_(stands)
+    narrow = copy.deepcopy(layer.self_attn)
+    load_as_it_is(narrow, tensors)
+    object.__setattr__(layer, "narrow", narrow)  # no part of the model
 
 
 def dtypes_of(options, device):

@@ -20,22 +20,27 @@ from _options import decoding
 if __name__ == "__main__":  # what is wrong is said before the imports, which take seconds
     decoding(__doc__)
 
-import copy
 import time
 from functools import partial
 from typing import Any
 
 import torch
 from _agreement import EIGHT_BITS, check
-from _decoding import as_checkpoint, dtypes_of, generate, verify_drafts
+from _decoding import (
+    announce,
+    dtypes_of,
+    generate,
+    print_answers,
+    quantise_weights,
+    timed,
+    verify_drafts,
+)
 from _device import choose_device, print_backends
 from _text import make_prompts, make_tokenizer
 from custom.graph_mode import Replayed
-from tqdm import tqdm
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
 import custom
-from custom.integrations.dsa import load_as_it_is
 from custom.integrations.paged import PagedCaches, token_positions
 from custom.integrations.transformers import cache_widths, sparse_attention_weights
 
@@ -185,20 +190,6 @@ def timed_generate(model, padded, new):
 PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "indexer.wq_b", "indexer.wk")
 
 
-def quantise_weights(model, kind):
-    """The attention's projections of 8 bits; the model itself gets what they stand for."""
-    for layer in model.model.layers:
-        tensors = {}
-        for name in PROJECTIONS:
-            linear = layer.self_attn.get_submodule(name)
-            named, stands = as_checkpoint(linear.weight, kind)
-            tensors |= {f"{name}.{leaf}": tensor for leaf, tensor in named.items()}
-            linear.weight.copy_(stands)
-        narrow = copy.deepcopy(layer.self_attn)
-        load_as_it_is(narrow, tensors)
-        object.__setattr__(layer, "narrow", narrow)  # no part of the model
-
-
 def make_model(vocabulary, topk, narrow=False):
     """`narrow`: with the sizes that caches of 8 bits have, DeepSeek-V3.2's own."""
     latent, rope, index = (512, 64, 128) if narrow else (64, 16, 32)
@@ -254,12 +245,7 @@ def run(model, tokenizer, options):
     padded, lengths = make_prompts(tokenizer, options.batch, options.context - new)
     padded, lengths = padded.to(model.device), lengths.to(model.device)
     prompts = padded["input_ids"]
-    print(
-        f"\n{str(model.dtype).removeprefix('torch.')}: {options.batch} requests of "
-        f"{int(lengths.min())} to {int(lengths.max())} tokens, {new} new ones each, "
-        f"top-{model.config.index_topk} of the context; weights {options.weights}, caches "
-        f"{options.caches}"
-    )
+    announce(model, options, lengths, "context")
 
     def serve(title, decode, extra, record=False, quiet=False):
         server = Server(
@@ -267,18 +253,7 @@ def run(model, tokenizer, options):
         )
         if record:
             server.record_selection()
-        begin = time.perf_counter()
-        first = server.forward(prompts, lengths)[:, -1]
-        int(first.argmax())  # wait for the device
-        middle = time.perf_counter()
-        with tqdm(total=new - 1, desc=f"  {title}", unit="token", leave=False) as bar:
-            out = decode(server, first, lengths, extra, bar)
-        int(out[0].argmax())
-        end = time.perf_counter()
-        if not (record or quiet):
-            prefill = int(lengths.sum()) / (middle - begin)
-            decoded = options.batch * (new - 1) / (end - middle)
-            print(f"  {title}: prefill {prefill:.0f} tokens/s, decode {decoded:.0f} tokens/s")
+        out = timed(title, server, decode, prompts, lengths, extra, new, quiet=record or quiet)
         return *out, server.selected
 
     one, two = "one token a step", "two tokens a step"
@@ -303,9 +278,7 @@ def run(model, tokenizer, options):
     logits, _, selected = serve("recording the selection", verify_drafts, tokens, record=True)
     reference = reference_logits(model, prompts, lengths, tokens, selected, more)
     check(two, logits, logits.argmax(-1), reference, roundings, eight_bits)
-    for b in (0, options.batch - 1):
-        said = tokenizer.decode(prompts[b, -12:]), tokenizer.decode(tokens[b])
-        print(f"  request {b}: ...{said[0]!r} -> {said[1]!r}")
+    print_answers(tokenizer, prompts, tokens)
 
 
 def main():
@@ -320,7 +293,8 @@ def main():
             model: Any = make_model(len(tokenizer), topk=options.context // 4, narrow=narrow)
             model = model.to(device, dtype)
             if options.weights != "bf16":
-                quantise_weights(model, options.weights)
+                for layer in model.model.layers:
+                    quantise_weights(layer, PROJECTIONS, options.weights)
             run(model, tokenizer, options)
     print_backends()
 

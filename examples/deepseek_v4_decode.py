@@ -23,23 +23,28 @@ from _options import decoding
 if __name__ == "__main__":  # what is wrong is said before the imports, which take seconds
     decoding(__doc__)
 
-import copy
 import time
 from functools import partial
 from typing import Any
 
 import torch
 from _agreement import EIGHT_BITS, check
-from _decoding import as_checkpoint, dtypes_of, generate, verify_drafts
+from _decoding import (
+    announce,
+    dtypes_of,
+    generate,
+    print_answers,
+    quantise_weights,
+    timed,
+    verify_drafts,
+)
 from _device import choose_device, print_backends
 from _text import make_prompts, make_tokenizer
 from custom.graph_mode import Replayed
-from tqdm import tqdm
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 import custom
 from custom.integrations.deepseek_v4 import V4Caches
-from custom.integrations.dsa import load_as_it_is
 from custom.integrations.transformers import sparse_attention_v4_weights
 
 # roundings that a layer's activations go through one after the other: 14 in the attention (streams,
@@ -156,22 +161,7 @@ def timed_generate(model, prompts, lengths, new):
 
 
 PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj")
-
-
-def quantise_weights(model, kind):
-    """The attention's projections of 8 bits; the model itself gets what they stand for."""
-    for layer in model.model.layers:
-        tensors = {}
-        index = "compressor.indexer.q_b_proj"
-        has_indexer = hasattr(layer.self_attn.compressor, "indexer")
-        for name in (*PROJECTIONS, index) if has_indexer else PROJECTIONS:
-            linear = layer.self_attn.get_submodule(name)
-            named, stands = as_checkpoint(linear.weight, kind)
-            tensors |= {f"{name}.{leaf}": tensor for leaf, tensor in named.items()}
-            linear.weight.copy_(stands)
-        narrow = copy.deepcopy(layer.self_attn)
-        load_as_it_is(narrow, tensors)
-        object.__setattr__(layer, "narrow", narrow)  # no part of the model
+INDEX_PROJECTION = "compressor.indexer.q_b_proj"
 
 
 def make_model(vocabulary, topk, narrow=False):
@@ -229,30 +219,13 @@ def run(model, tokenizer, options):
     eight_bits = layers * (4 * of_weights**2 + of_caches**2)
     padded, lengths = make_prompts(tokenizer, options.batch, options.context - new)
     prompts, lengths = padded["input_ids"].to(model.device), lengths.to(model.device)
-    print(
-        f"\n{str(model.dtype).removeprefix('torch.')}: {options.batch} requests of "
-        f"{int(lengths.min())} to {int(lengths.max())} tokens, {new} new ones each, "
-        f"top-{model.config.index_topk} of the entries; weights {options.weights}, caches "
-        f"{options.caches}"
-    )
+    announce(model, options, lengths, "entries")
 
     def serve(title, decode, extra, quiet=False):
         server = Server(
             model, options.batch, options.context, options.weight_format, caches=options.caches
         )
-        begin = time.perf_counter()
-        first = server.forward(prompts, lengths)[:, -1]
-        int(first.argmax())  # wait for the device
-        middle = time.perf_counter()
-        with tqdm(total=new - 1, desc=f"  {title}", unit="token", leave=False) as bar:
-            out = decode(server, first, lengths, extra, bar)
-        int(out[0].argmax())
-        end = time.perf_counter()
-        if not quiet:
-            prefill = int(lengths.sum()) / (middle - begin)
-            decoded = options.batch * (new - 1) / (end - middle)
-            print(f"  {title}: prefill {prefill:.0f} tokens/s, decode {decoded:.0f} tokens/s")
-        return out
+        return timed(title, server, decode, prompts, lengths, extra, new, quiet)
 
     one, two = "one token a step", "two tokens a step"
     if model.device.type != "cpu":  # kernels are compiled at their first call
@@ -270,9 +243,7 @@ def run(model, tokenizer, options):
     reference = reference_logits(model, prompts, lengths, tokens)
     check(one, logits, tokens, reference, roundings, eight_bits)
     check(two, drafted, drafted.argmax(-1), reference, roundings, eight_bits)
-    for b in (0, options.batch - 1):
-        said = tokenizer.decode(prompts[b, -12:]), tokenizer.decode(tokens[b])
-        print(f"  request {b}: ...{said[0]!r} -> {said[1]!r}")
+    print_answers(tokenizer, prompts, tokens)
 
 
 def main():
@@ -288,7 +259,10 @@ def main():
             topk = entries // 4 if dtype == torch.float32 and not narrow else entries
             model = make_model(len(tokenizer), topk, narrow=narrow).to(device, dtype)
             if options.weights != "bf16":
-                quantise_weights(model, options.weights)
+                for layer in model.model.layers:
+                    has_indexer = hasattr(layer.self_attn.compressor, "indexer")
+                    names = (*PROJECTIONS, *[INDEX_PROJECTION] * has_indexer)
+                    quantise_weights(layer, names, options.weights)
             run(model, tokenizer, options)
     print_backends()
 

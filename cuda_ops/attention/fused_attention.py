@@ -387,14 +387,8 @@ def forward(**x: Unpack[Arguments]) -> tuple[torch.Tensor, torch.Tensor]:
     # heads of 16 would be padded to 64: causal, B 4, H 16, 4096 tokens, H200, 2026-11, 264 us by
     # the plain kernel and 327 by the other (heads of 32: 310 and 308)
     plain = sizes.rows <= 64 or split or max(q.shape[-1], v.shape[-1]) <= 16
-    if not plain and hopper.supports(q, k, v, scale, o):
-        hopper.launch(
-            q, k, v, o, lse, sizes, x["causal"], scale, cu_seqlens_q, x["cu_seqlens_k"], x["window"]
-        )
-    else:
-        _plain(
-            q, k, v, o, lse, sizes, x["causal"], scale, cu_seqlens_q, x["cu_seqlens_k"], x["window"]
-        )
+    launch = hopper.launch if not plain and hopper.supports(q, k, v, scale, o) else _plain
+    launch(q, k, v, o, lse, sizes, x["causal"], scale, cu_seqlens_q, x["cu_seqlens_k"], x["window"])
     return o, lse
 
 
@@ -416,10 +410,7 @@ def _plain(
     if gpu.is_hopper(q.device):  # tiles of narrower values: docs/sanitizer.md, a fault of ptxas
         v_padded = max(v_padded, min(padded, 64))
     t = tiling(sizes, max(padded, v_padded), gpu.num_sms(q.device), gpu.shared_memory(q.device))
-    listed, tiles = None, triton.cdiv(sizes.n_q * t.pack, t.queries)
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        listed = plan(cu_seqlens_q, cu_seqlens_k, sizes.n_q, sizes.n_k, t.queries, t.pack)
-        tiles = listed.shape[0]
+    listed, tiles = plan(cu_seqlens_q, cu_seqlens_k, sizes.n_q, sizes.n_k, t.queries, t.pack)
     split = t.splits > 1
     partial_o = (
         memory.empty((lse.numel(), t.splits, v_size), torch.float32, q.device) if split else o

@@ -681,10 +681,7 @@ def backward(**a: Unpack[Arguments]) -> tuple[torch.Tensor, torch.Tensor, torch.
     shared = (*strides(q), *strides(k), *strides(v), *strides(grad_o))
 
     if n_k and not on_hopper:
-        listed, tiles = None, triton.cdiv(n_k, over_queries.keys)
-        if cu_seqlens_q is not None and cu_seqlens_k is not None:
-            listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, over_queries.keys, down=False)
-            tiles = listed.shape[0]
+        listed, tiles = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, over_queries.keys, down=False)
         launches.kernel(_keys_kernel, tiles * sizes.outer * sizes.key_heads)(
             q,
             k,
@@ -707,10 +704,7 @@ def backward(**a: Unpack[Arguments]) -> tuple[torch.Tensor, torch.Tensor, torch.
             num_warps=over_queries.warps,
         )
 
-    listed, tiles = None, triton.cdiv(n_q, over_keys.queries)
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, over_keys.queries)
-        tiles = listed.shape[0]
+    listed, tiles = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, over_keys.queries)
     launches.kernel(_queries_kernel, tiles * sizes.outer * heads)(
         q,
         k,
@@ -755,10 +749,7 @@ def statistics(
     kept = memory.empty((batch, heads, padded, sums), torch.float32, lse.device) if sums else None
     blocks = batch * heads * padded // block
     turns = memory.empty((1 + blocks,), torch.int32, lse.device) if in_turn else None
-    listed, tiles = None, triton.cdiv(n_q, block)
-    if cu_seqlens_q is not None:
-        listed = plan(cu_seqlens_q, cu_seqlens_q, n_q, n_q, block)
-        tiles = listed.shape[0]
+    listed, tiles = plan(cu_seqlens_q, cu_seqlens_q, n_q, n_q, block)
     v_size = o.shape[-1]
     launches.kernel(_statistics_kernel, tiles * batch * heads)(
         o,

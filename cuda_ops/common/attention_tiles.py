@@ -90,17 +90,20 @@ def _plan_kernel(
 
 
 def plan(
-    lengths: torch.Tensor,
-    other_lengths: torch.Tensor,
+    lengths: torch.Tensor | None,
+    other_lengths: torch.Tensor | None,
     rows: int,
     other_rows: int,
     tile: int,
     pack: int = 1,
     down: bool = True,
-) -> torch.Tensor:
-    """The list of tiles of `tile` rows [tiles, 8]; a row counts `pack` times (grouped heads).
-    The longest of a causal sequence come first: its last queries (down), or its first keys.
-    Of its last row, which is no tile, 6 is a counter at zero, and 7 the number of tiles."""
+) -> tuple[torch.Tensor | None, int]:
+    """How many tiles of `tile` rows there are, and with lengths a list of them [tiles, 8]; a row
+    counts `pack` times (grouped heads).  The longest of a causal sequence come first: its last
+    queries (down), or its first keys.  The list's last row is no tile: 6 is a counter at zero, and
+    7 the number of tiles."""
+    if lengths is None or other_lengths is None:
+        return None, triton.cdiv(rows * pack, tile)
     batch = lengths.shape[0] - 1
     listed = rows * pack // tile + batch + 3
     found = memory.empty((listed, PLAN_ROW), torch.int32, lengths.device)
@@ -118,7 +121,7 @@ def plan(
         PIECES=triton.next_power_of_2(batch + 2),
         BLOCK=128,
     )
-    return found
+    return found, listed
 
 
 @triton.jit

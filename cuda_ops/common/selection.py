@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import rows
+from .combine import Parts
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,20 @@ class Attention:
     def query_strides(self) -> tuple[int, ...]:
         """(row, head) of q, and of qr."""
         return (*self.q.stride()[:2], *self.qr.stride()[:2])
+
+    def arguments(self, parts: Parts, per_split: int) -> dict[str, Any]:
+        """What kernels take by name that cut a row into `parts`; without sinks they read none."""
+        return dict(
+            sinks=self.softmax_max if self.sinks is None else self.sinks,
+            out=self.out,
+            **parts.arguments,
+            softmax_max=self.softmax_max,
+            softmax_sum=self.softmax_sum,
+            scale_log2=self.scale_log2,
+            entries=self.entries,
+            per_split=per_split,
+            **self.plan.arguments,
+        )
 
 
 @triton.jit

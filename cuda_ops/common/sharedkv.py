@@ -351,6 +351,20 @@ class Keys:
         }
 
 
+class Attention(NamedTuple):
+    """A call as its launchers take it: q [rows, N, D]; `keys` says what a row reads of both caches;
+    `lse` is written where not empty."""
+
+    q: Tensor
+    ori: Tensor
+    cmp: Tensor | None
+    keys: Keys
+    sinks: Tensor | None
+    out: Tensor
+    lse: Tensor
+    scale_log2: float
+
+
 def keys(
     q: Tensor,
     ori_kv: Tensor,

@@ -293,10 +293,10 @@ def attend(
     flat = q.reshape(keys.count, heads, size)
     scale_log2 = scale_of(softmax_scale, size) * LOG2E.value
     rows = (arguments["ori_kv"], arguments["cmp_kv"]) if kind else (values, cmp_values)
+    call = sharedkv.Attention(flat, *rows, keys, sinks, out, lse, scale_log2)
     kernel = of_8_bits if kind else hopper
-    if kernel.supports(flat, *rows, scale_log2):
-        few = decode.supports(keys, heads, device)
-        (decode if few else kernel).launch(flat, *rows, keys, sinks, out, lse, scale_log2)
+    if kernel.supports(call):
+        (decode if decode.supports(keys, heads, device) else kernel).launch(call)
         return out, lse
     tile = _tiles(q, keys.near + keys.far, values.itemsize)
     assert tile is not None

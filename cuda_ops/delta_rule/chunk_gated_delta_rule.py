@@ -261,34 +261,20 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     rate = gated_delta.kind_of_rate(
         x["beta"], x["use_beta_sigmoid_in_kernel"], x["allow_neg_eigval"]
     )
-    if hopper.supports(query, key, value, sequences):
-        hopper.launch(
-            query,
-            key,
-            value,
-            x["beta"],
-            rate,
-            initial_state,
-            actual_seq_lengths,
-            scale,
-            x["g"],
-            out,
-            final,
-        )
-    else:
-        _plain(
-            query,
-            key,
-            value,
-            x["beta"],
-            rate,
-            initial_state,
-            actual_seq_lengths,
-            scale,
-            x["g"],
-            out,
-            final,
-        )
+    launch = hopper.launch if hopper.supports(query, key, value, sequences) else _plain
+    launch(
+        query,
+        key,
+        value,
+        x["beta"],
+        rate,
+        initial_state,
+        actual_seq_lengths,
+        scale,
+        x["g"],
+        out,
+        final,
+    )
     return out, final
 
 

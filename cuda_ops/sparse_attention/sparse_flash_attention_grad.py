@@ -533,6 +533,7 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     if value is not None:
         parts.append((None, do, d_value, rank + rope))
     sums = memory.empty((keys, width) if sections > 1 else (0,), torch.float32, device)
+    statistics = a["softmax_max"], a["softmax_sum"], deltas
     on_hopper = hopper.supports(heads, value, even, q, qr, do, key, kr)
     for first in range(0, plan.rows, count):
         n = min(count, plan.rows - first)
@@ -556,9 +557,7 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
                 kr,
                 do,
                 slots,
-                a["softmax_max"],
-                a["softmax_sum"],
-                deltas,
+                *statistics,
                 weights,
                 added,
                 d_query,
@@ -579,9 +578,7 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
                 v,
                 do,
                 slots,
-                a["softmax_max"],
-                a["softmax_sum"],
-                deltas,
+                *statistics,
                 weights,
                 a["scale_value"],
                 first,

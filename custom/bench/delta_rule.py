@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import Any, TypedDict
 from unittest import mock
 
 import torch
 
 from .case import Arguments, Case, Draw, Outputs
-from .peers import cudnn_kda, installed, taken
+from .peers import Prepare, cudnn_kda, installed, taken
 
 BF16, FP32 = 2, 4
 N, NV, D = 16, 32, 128
@@ -164,9 +165,43 @@ def chunk_grad_case(t: int) -> Case:
     )
 
 
-def _fla_chunk(arguments: Arguments) -> Callable[[], Any] | None:
-    if not installed("fla", arguments["query"]):
-        return None
+@contextmanager
+def _compiled_together() -> Iterator[None]:
+    """What Triton's autotuner is about to try is compiled at once, by threads: by itself it would
+    compile fla's 34 kernels one after the other."""
+    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime.autotuner import Autotuner
+
+    choose = Autotuner.prune_configs
+
+    def compile_and_choose(tuner: Any, named: dict[str, Any]) -> Any:
+        configs: Any = choose(tuner, named)
+        given = {name: x for name, x in named.items() if name != "warmup"}
+        with ThreadPoolExecutor() as pool, AsyncCompileMode(pool, ignore_errors=True):
+            for config in configs:
+                tuner.fn.warmup(*tuner.nargs.values(), **given, **config.all_kwargs())
+        return configs
+
+    with mock.patch.object(Autotuner, "prune_configs", compile_and_choose):
+        yield
+
+
+def _of_fla(prepare: Callable[[Arguments], Callable[[], Any]]) -> Prepare:
+    """fla-core's column; none where it is not installed, or refuses a version of Triton, whose
+    result would be wrong."""
+
+    @wraps(prepare)
+    def peer(arguments: Arguments) -> Callable[[], Any] | None:
+        if not installed("fla", next(iter(arguments.values()))):
+            return None
+        with _compiled_together():
+            return taken("fla-core", prepare(arguments))
+
+    return peer
+
+
+@_of_fla
+def _fla_chunk(arguments: Arguments) -> Callable[[], Any]:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     q, k, v, g, beta = (arguments[n][None] for n in ("query", "key", "value", "g", "beta"))
@@ -184,15 +219,12 @@ def _fla_chunk(arguments: Arguments) -> Callable[[], Any] | None:
             state_v_first=True,
         )
 
-    with _compiled_together():
-        call()
     return call
 
 
-def _fla_chunk_grad(arguments: Arguments) -> Callable[[], Any] | None:
+@_of_fla
+def _fla_chunk_grad(arguments: Arguments) -> Callable[[], Any]:
     """fla-core's backward alone, on what its forward keeps for it."""
-    if not installed("fla", arguments["query"]):
-        return None
     from fla.ops.gated_delta_rule.chunk import (  # type: ignore[import-not-found]
         chunk_gated_delta_rule_bwd,
         chunk_gated_delta_rule_fwd,
@@ -202,15 +234,14 @@ def _fla_chunk_grad(arguments: Arguments) -> Callable[[], Any] | None:
     q, k, v, g, beta, d_out = (arguments[name][None] for name in names)
     given: Arguments = dict(q=q, k=k, v=v, beta=beta, scale=D**-0.5, state_v_first=True)
     given["initial_state"] = arguments["initial_state"]
-    with _compiled_together():
-        total, _, triangles, *_ = chunk_gated_delta_rule_fwd(g=g, output_final_state=True, **given)
+    total, _, triangles, *_ = chunk_gated_delta_rule_fwd(g=g, output_final_state=True, **given)
 
     def call() -> Any:
         return chunk_gated_delta_rule_bwd(
             g=total, A=triangles, do=d_out, dht=arguments["d_final_state"], **given
         )
 
-    return _called_once(call)
+    return call
 
 
 def recurrent_case(b: int, s: int, small: bool = False) -> Case:
@@ -324,9 +355,8 @@ def kda_grad_case(t: int, lower_bound: float | None = None) -> Case:
     )
 
 
-def _fla_kda(arguments: Arguments) -> Callable[[], Any] | None:
-    if not installed("fla", arguments["q"]):
-        return None
+@_of_fla
+def _fla_kda(arguments: Arguments) -> Callable[[], Any]:
     from fla.ops.kda import chunk_kda  # type: ignore[import-not-found]
 
     options = dict(arguments, safe_gate=arguments["lower_bound"] is not None)
@@ -334,15 +364,12 @@ def _fla_kda(arguments: Arguments) -> Callable[[], Any] | None:
     def call() -> Any:
         return chunk_kda(**options, output_final_state=True)
 
-    with _compiled_together():
-        call()
     return call
 
 
-def _fla_kda_grad(arguments: Arguments) -> Callable[[], Any] | None:
+@_of_fla
+def _fla_kda_grad(arguments: Arguments) -> Callable[[], Any]:
     """fla-core's backward alone, on what its forward keeps for it."""
-    if not installed("fla", arguments["q"]):
-        return None
     from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd  # type: ignore[import-not-found]
     from fla.ops.kda.chunk_bwd import chunk_kda_bwd  # type: ignore[import-not-found]
     from fla.ops.kda.chunk_fwd import chunk_kda_fwd  # type: ignore[import-not-found]
@@ -350,12 +377,9 @@ def _fla_kda_grad(arguments: Arguments) -> Callable[[], Any] | None:
     names = ("v", "beta", "initial_state", "A_log", "dt_bias", "lower_bound")
     given = {name: arguments[name] for name in (*names, "use_gate_in_kernel")}
     given |= dict(scale=D**-0.5, safe_gate=arguments["lower_bound"] is not None)
-    with _compiled_together():
-        (q, of_q), (k, of_k) = (l2norm_fwd(arguments[name]) for name in "qk")
-        given |= dict(q=q, k=k)
-        _, _, _, seen, solved, *_ = chunk_kda_fwd(
-            g=arguments["g"], output_final_state=True, **given
-        )
+    (q, of_q), (k, of_k) = (l2norm_fwd(arguments[name]) for name in "qk")
+    given |= dict(q=q, k=k)
+    _, _, _, seen, solved, *_ = chunk_kda_fwd(g=arguments["g"], output_final_state=True, **given)
 
     def call() -> Any:
         d_q, d_k, *others = chunk_kda_bwd(
@@ -368,35 +392,7 @@ def _fla_kda_grad(arguments: Arguments) -> Callable[[], Any] | None:
         )
         return l2norm_bwd(q, of_q, d_q), l2norm_bwd(k, of_k, d_k), *others
 
-    return _called_once(call)
-
-
-def _called_once(call: Callable[[], Any]) -> Callable[[], Any] | None:
-    """`call`, compiled; none where fla-core refuses a version of Triton, whose result would be
-    wrong."""
-    with _compiled_together():
-        return taken("fla-core", call)
-
-
-@contextmanager
-def _compiled_together() -> Iterator[None]:
-    """What Triton's autotuner is about to try is compiled at once, by threads: by itself it would
-    compile fla's 34 kernels one after the other."""
-    from triton.runtime._async_compile import AsyncCompileMode
-    from triton.runtime.autotuner import Autotuner
-
-    choose = Autotuner.prune_configs
-
-    def compile_and_choose(tuner: Any, named: dict[str, Any]) -> Any:
-        configs: Any = choose(tuner, named)
-        given = {name: x for name, x in named.items() if name != "warmup"}
-        with ThreadPoolExecutor() as pool, AsyncCompileMode(pool, ignore_errors=True):
-            for config in configs:
-                tuner.fn.warmup(*tuner.nargs.values(), **given, **config.all_kwargs())
-        return configs
-
-    with mock.patch.object(Autotuner, "prune_configs", compile_and_choose):
-        yield
+    return call
 
 
 def layer_case(b: int, layout: str, small: bool = False, heads: tuple[int, int] = (N, NV)) -> Case:

@@ -165,6 +165,7 @@ def plot(
         axes.set_title(title)
         axes.legend()
     figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 def _stacks(rows: Sequence[Row], beside: Mapping[str, Mapping[str, float]]) -> Any:
@@ -256,6 +257,7 @@ def curves(path: Path, rows: Sequence[Row], title: str) -> None:
     axes[0][0].set_ylabel("TFLOPS")
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 def _bars(axes: Any, rows: Sequence[Row], beside: Mapping[str, Mapping[str, float]]) -> float:

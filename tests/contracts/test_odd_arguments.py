@@ -148,6 +148,53 @@ def test_none_is_no_flag(spec):
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("attention_mode", 0, "0, expected 2 (absorbed latent attention)"),
+        ("chunk_offset", -1, "-1, expected at least 0"),
+        ("cmp_mask_mode", 0, "0, expected 3 (the entries"),
+        ("cmp_ratio", 0, "0, expected at least 1"),
+        ("cmp_ratio", -4, "-4, expected at least 1"),
+        ("coff", 3, "3, expected one of 1, 2"),
+        ("conv_mode", "pango", "'pango', expected one of None, 'default', 'pangu'"),
+        ("group_size", 7, "7, expected a divisor of D="),
+        ("hadamard_round", "fp16", "'fp16', expected one of 'bf16', 'fp32'"),
+        ("hc_mult", 2, "2, expected 4"),
+        ("hc_sinkhorn_iters", 0, "0, expected at least 1"),
+        ("index_kind", "bf16", "'bf16', expected one of 'none', 'fp8', 'int8'"),
+        ("layout", "PA_BSND", "'PA_BSND', expected one of 'BSND', 'TND'"),
+        ("layout_q", "BNSD", "'BNSD', expected one of 'BSND', 'TND'"),
+        ("layout_query", "SBH", "'SBH', expected one of "),
+        ("next_tokens", 1, "1, expected its default"),
+        ("ori_mask_mode", 3, "3, expected 4 (a window"),
+        ("ori_win_left", -1, "-1, expected at least 0"),
+        ("ori_win_right", 1, "1, expected 0"),
+        ("pre_tokens", 0, "0, expected its default"),
+        ("residual_connection", 2, "2, expected one of None, 0, 1"),
+        ("rotary_mode", 3, "3, expected one of 1, 2"),
+        ("row_layout", "rope", "'rope', expected one of 'nope_rope_scale', 'nope_scale_rope'"),
+        ("run_mode", 2, "2, expected one of None, 0, 1"),
+        ("scale_format", "fp16", "'fp16', expected one of 'ue8m0', 'fp32'"),
+        ("sparse_block_size", 0, "0, expected at least 1"),
+        ("sparse_count", 0, "0, expected at least 1"),
+        ("sparse_mode", 1, "1, expected "),
+        ("state_layout", "v", "'v', expected one of 'kv', 'vk'"),
+        ("weight_format", "ND", "'ND', expected one of 'nz', 'nd', 'linear'"),
+        ("weight_quant_mode", 7, "7, expected 0 (none)"),
+        ("window", 0, "0, expected at least 1"),
+    ],
+)
+def test_an_option_is_refused_alike_by_all_that_have_it(name, value, said):
+    """Of two ops or more: what one of them alone has is in its own tests."""
+    ops = [x for x in SPECS if any(a.name == name for a in overload(x)._schema.arguments)]
+    assert len(ops) > 1
+    for spec in ops:
+        error = refused(spec, overload(spec), of(spec.name), name, value)
+        assert isinstance(error, ValueError)
+        assert str(error).startswith(f"{spec.name}: `{name}` is {said}")
+
+
+@pytest.mark.parametrize(
     ("op", "name", "value", "wanted"),
     [
         ("npu_sparse_attention_pto", "sparse_count", 2**70, "an int of 64 bits"),

@@ -66,6 +66,7 @@ hopper = SimpleNamespace(
 )
 ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
 SIZES = dict(R=512, D=64)
+FAR_ROWS, FAR_KEYS = [2**32, 1, 2**31], [2**32 + 5, 2**62, -(2**33)]
 CASES = {
     "one row": dict(N=64, B=1, S=1, P=64, S2=512, K=500, **SIZES),
     "three rows": dict(N=16, B=1, S=3, keys="BSND", S2=700, K=600, **SIZES),
@@ -78,14 +79,7 @@ CASES = {
         N=16, B=4, S=1, K=1, lengths=[96, 0, 1, 40], index=torch.int64, **SIZES
     ),
     "beyond 32 bits": dict(
-        N=16,
-        B=3,
-        S=1,
-        rows=[2**32, 1, 2**31],
-        lengths=[2**32 + 5, 2**62, -(2**33)],
-        index=torch.int64,
-        K=90,
-        **SIZES,
+        N=16, B=3, S=1, rows=FAR_ROWS, lengths=FAR_KEYS, index=torch.int64, K=90, **SIZES
     ),
     "packed, beyond 32 bits": dict(
         N=5,
@@ -197,8 +191,8 @@ INDEXED = {
         S=1,
         P=64,
         S2=128,
-        rows=[2**32, 1, 2**31],
-        lengths=[2**32 + 5, 2**62, -(2**33)],
+        rows=FAR_ROWS,
+        lengths=FAR_KEYS,
         index=torch.int64,
         K=40,
     ),

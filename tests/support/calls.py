@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 import custom
 
+from .accuracy import skip_float64
 from .samples import SAMPLES, Maker
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -44,6 +45,25 @@ def assert_refuses(
 def by_change(x: Any) -> str | None:
     """A case's name: the first argument that it changes."""
     return next(iter(x)) if isinstance(x, dict) else None
+
+
+def by_formula(
+    op: str, formula: Callable[..., Any], case: Any, dtype: torch.dtype, device: Any, backend: str
+) -> tuple[Any, Any, Any]:
+    """What the op gives of a drawn case, and its formula in the dtype and in float64."""
+    skip_float64(dtype, backend)
+    plain = case.moved(case.arguments(), dtype, "cpu")
+    with runs_once(op, backend):
+        got = getattr(custom, op)(**case.moved(plain, dtype, device))
+    return got, formula(**plain), formula(**case.moved(plain, torch.float64, "cpu"))
+
+
+def assert_gradient_compiles(loss: Callable[..., Tensor], leaves: list[Tensor]) -> None:
+    torch._dynamo.reset()
+    eager = torch.autograd.grad(loss(*leaves), leaves)
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for a, b in zip(torch.autograd.grad(compiled(*leaves), leaves), eager, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @cache

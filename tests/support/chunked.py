@@ -13,7 +13,7 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import assert_close_to_float64
+from .accuracy import assert_close_to_float64, skip_unless_taken
 from .calls import runs_once
 from .delta_rule import Sequences
 from .kda import Case
@@ -40,6 +40,7 @@ class Chunked:
         device: Any,
         backend: str,
     ) -> None:
+        skip_unless_taken(dtype, device, backend)
         plain = case.moved(drawn, dtype, "cpu")
         with runs_once(self.op, backend):
             out, state = self(**case.moved(drawn, dtype, device))

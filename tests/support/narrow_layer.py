@@ -71,51 +71,40 @@ class Call:
     def to(self, x: Tensor) -> Tensor:
         return x.to(self.device, self.dtype)
 
-    def common(self) -> dict:
+    def common(self, op: str) -> dict:
         return dict(
+            token_x=self.to(self.x),
             rope_sin=self.to(self.sin),
             rope_cos=self.to(self.cos),
             cache_index=self.slots.to(self.device),
             weight_format=self.weight_format,
             weight_quant_mode=self.mode,
+            **self.given[op],
         )
+
+    def cache(self, size: int) -> Tensor:
+        return torch.zeros(4, P, 1, size, dtype=self.dtype, device=self.device)
 
     def mla(self, **change) -> dict:
         w = self.layer
-        caches = (
-            torch.zeros(4, P, 1, size, dtype=self.dtype, device=self.device)
-            for size in (w.w_uk.shape[2], self.sin.shape[-1])
+        own = dict(
+            weight_uk=self.to(w.w_uk),
+            rmsnorm_gamma_cq=self.to(w.gamma_cq),
+            rmsnorm_gamma_ckv=self.to(w.gamma_ckv),
+            kv_cache=self.cache(w.w_uk.shape[2]),
+            kr_cache=self.cache(self.sin.shape[-1]),
         )
-        caches = dict(zip(("kv_cache", "kr_cache"), caches, strict=True))
-        return (
-            dict(
-                token_x=self.to(self.x),
-                weight_uk=self.to(w.w_uk),
-                rmsnorm_gamma_cq=self.to(w.gamma_cq),
-                rmsnorm_gamma_ckv=self.to(w.gamma_ckv),
-                **caches,
-                **self.given[MLA],
-                **self.common(),
-            )
-            | change
-        )
+        return self.common(MLA) | own | change
 
     def indexer(self, **change) -> dict:
         w = self.layer
-        return (
-            dict(
-                token_x=self.to(self.x),
-                query_norm=self.to(self.norm),
-                ln_gamma_k=self.to(w.in_gamma_k),
-                ln_beta_k=self.to(w.in_beta_k),
-                index_k_cache=torch.zeros(
-                    4, P, 1, len(w.in_gamma_k), dtype=self.dtype, device=self.device
-                ),
-                **self.given[INDEXER],
-                **self.common(),
-            )
-            | change
+        own = dict(
+            query_norm=self.to(self.norm),
+            ln_gamma_k=self.to(w.in_gamma_k),
+            ln_beta_k=self.to(w.in_beta_k),
+            index_k_cache=self.cache(len(w.in_gamma_k)),
         )
+        return self.common(INDEXER) | own | change
 
     def rows(self, kind: str, uint8: bool = False) -> dict:
         """An empty cache of rows, and the words for it."""

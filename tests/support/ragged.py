@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .calls import runs_once
-from .samples import sample
-from .stages import assert_near, exact
 
 LAYOUTS = [("BSND", "BSND"), ("TND", "TND"), ("BSND", "PA_BSND"), ("TND", "PA_BSND")]
 PAGE = 16
@@ -30,6 +27,13 @@ BEYOND = [
     (2**31 + 3, torch.int64),
     (2**32 + 5, torch.int64),
     (2**62, torch.int64),
+]
+# of queries, of keys: such as mean nothing, and CUSTOM_DEBUG refuses them
+FALLING = [
+    ([4, 2, 6], [5, 9, 14]),
+    ([9, 3, 1], [7, 3, 12]),
+    ([2, 4, 6], [9, -4, 3]),
+    ([-(2**31), 2**31 - 1, 3], [2**31 - 1, 5, 2**31 - 1]),
 ]
 
 
@@ -60,6 +64,18 @@ def moved(x: Any, device: torch.device) -> Any:
 
 def ints(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device)
+
+
+def strided(
+    arguments: dict[str, Any], rows: Sequence[str], numbers: Sequence[str]
+) -> dict[str, Any]:
+    """The same call: NaN between any two of these `rows`, and `numbers` of 64 bits."""
+    made = dict(arguments)
+    for name in rows:
+        x = arguments[name]
+        made[name] = torch.stack([x, torch.full_like(x, torch.nan)], dim=-2)[..., 0, :]
+        assert not made[name].is_contiguous()
+    return made | {name: arguments[name].long() for name in numbers}
 
 
 def pack(parts: Sequence[Tensor], layout: str, device: torch.device, spare: int = 2) -> Tensor:
@@ -151,84 +167,3 @@ def limits(rows: int, keys: int, sparse_mode: int) -> list[int]:
     if sparse_mode == 0:
         return [keys] * rows
     return [max(0, keys - rows + 1 + j) for j in range(rows)]
-
-
-def lengths_within_and_beyond(
-    layout: str, S: int, S2: int
-) -> Iterator[tuple[tuple[list[int], list[int]], tuple[list[int], list[int]], torch.dtype]]:
-    """Query and key lengths of two requests as far as the tensors reach, and the same farther."""
-    if layout == "TND":  # prefix sums: not below 0 either; and of no request at all
-        yield ([0, 0], [0, 0]), ([], []), torch.int32
-        for far, dtype in [(max(S, S2) + 1, torch.int32), *BEYOND]:
-            yield ([2, S], [10, S2]), ([2, far], [10, far]), dtype
-            yield ([0, S], [0, S2]), ([-far, far], [-far, far]), dtype
-    else:
-        yield ([S, 2], [S2, 9]), ([S + 1, 2], [S2, 9]), torch.int32
-        yield ([S, 2], [S2, 9]), ([S, 2], [S2 + 1, 9]), torch.int32
-        for far, dtype in BEYOND:
-            yield ([S, 2], [S2, 9]), ([far, 2], [far, 9]), dtype
-            yield ([0, 2], [S2, 0]), ([-far, 2], [far, -far]), dtype
-
-
-def assert_lengths_end_with_the_tensors(
-    op: str,
-    backend: str,
-    device: torch.device,
-    names: tuple[str, str],
-    layouts: Sequence[str],
-    layout: str,
-    sparse_mode: int,
-) -> None:
-    """First cut, then aligned at the last key.  `names` and `layouts` are the op's arguments for
-    the lengths and for the layout."""
-    arguments = sample(op, device, torch.float16, **(dict(B=1, S=6) if layout == "TND" else {}))
-    if layout == "TND":
-        arguments = {n: x[0] if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    arguments |= dict.fromkeys(layouts, layout) | dict(sparse_mode=sparse_mode)
-    sizes = arguments["query"].shape[-3], arguments["key"].shape[-3]
-
-    def outputs(lengths: tuple[list[int], list[int]], dtype: torch.dtype) -> Any:
-        given = {n: ints(x, device, dtype) for n, x in zip(names, lengths, strict=True)}
-        return run(op, backend, **arguments, **given)
-
-    wanted: dict[str, Any] = {}
-    for within, beyond, dtype in lengths_within_and_beyond(layout, *sizes):
-        if str(within) not in wanted:
-            wanted[str(within)] = outputs(within, dtype)
-        got, want = outputs(beyond, dtype), wanted[str(within)]
-        torch.testing.assert_close(got, want, msg=lambda text, at=(beyond, dtype): f"{at}: {text}")
-
-
-# of queries, of keys: such as mean nothing, and CUSTOM_DEBUG refuses them
-FALLING = [
-    ([4, 2, 6], [5, 9, 14]),
-    ([9, 3, 1], [7, 3, 12]),
-    ([2, 4, 6], [9, -4, 3]),
-    ([-(2**31), 2**31 - 1, 3], [2**31 - 1, 5, 2**31 - 1]),
-]
-
-
-def assert_sums_may_fall(
-    op: str,
-    backend: str,
-    device: torch.device,
-    names: tuple[str, str],
-    layouts: Sequence[str],
-    check: Callable[..., None] | None = None,
-) -> None:
-    """A token is of the request whose number is how many sums it has passed, on every backend; it
-    sees nothing where that request has ended.  `check` compares, from the arguments on."""
-    arguments = sample(op, device, torch.float16, B=1, S=6)
-    arguments = {n: x[0] if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    arguments |= dict.fromkeys(layouts, "TND")
-    for lengths, sparse_mode in product(FALLING, (0, 3)):
-        given = {n: ints(x, device) for n, x in zip(names, lengths, strict=True)}
-        every = arguments | given | dict(sparse_mode=sparse_mode)
-        with ends_within(120):
-            got = run(op, backend, **every)
-        if check is not None:
-            check(every, *got)
-            continue
-        want = exact(op.removeprefix("npu_"), **every)
-        for i, (x, y) in enumerate(zip(got, want, strict=True)):
-            assert_near(f"result {i} of {lengths}", x, y, 4e-3)

@@ -557,13 +557,17 @@ def _chunk_gated_delta_rule(m: Maker, B: int = 2, S: int = 70) -> Arguments:
     )
 
 
-def _chunk_gated_delta_rule_grad(m: Maker, B: int = 2, S: int = 70) -> Arguments:
-    forward = _chunk_gated_delta_rule(m, B, S)
+def _with_upstream(m: Maker, forward: Arguments, value: str) -> Arguments:
+    """Gradients of a rule's outputs; the first is shaped as `value`."""
     state = forward["initial_state"]
     return forward | dict(
-        d_out=m.normal(*forward["value"].shape),
+        d_out=m.normal(*forward[value].shape),
         d_final_state=m.normal(*state.shape, dtype=state.dtype),
     )
+
+
+def _chunk_gated_delta_rule_grad(m: Maker, B: int = 2, S: int = 70) -> Arguments:
+    return _with_upstream(m, _chunk_gated_delta_rule(m, B, S), "value")
 
 
 def _causal_conv1d(m: Maker, B: int = 2, S: int = 7) -> Arguments:
@@ -643,12 +647,7 @@ def _chunk_kda(m: Maker, B: int = 2, S: int = 70) -> Arguments:
 
 
 def _chunk_kda_grad(m: Maker, B: int = 2, S: int = 70) -> Arguments:
-    forward = _chunk_kda(m, B, S)
-    state = forward["initial_state"]
-    return forward | dict(
-        d_out=m.normal(*forward["v"].shape),
-        d_final_state=m.normal(*state.shape, dtype=state.dtype),
-    )
+    return _with_upstream(m, _chunk_kda(m, B, S), "v")
 
 
 def _gated_delta_layer_decode(m: Maker, B: int = 2, S: int = 1) -> Arguments:

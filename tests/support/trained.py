@@ -14,6 +14,7 @@ from torch import Tensor
 
 import custom
 
+from .accuracy import skip_unless_taken
 from .calls import runs_once
 
 
@@ -89,6 +90,7 @@ class Rule:
         return self.gradients(self.recurrence(x, stored), grads, x)
 
     def compared(self, case: Drawn, dtype: torch.dtype, device: Any, backend: str) -> Compared:
+        skip_unless_taken(dtype, device, backend)
         drawn = case.arguments()
         grads = self.upstream(drawn)
         plain = self.with_leaves(case.moved(drawn, dtype, "cpu"))
@@ -148,24 +150,27 @@ class Rule:
             got = self.grad(**x | {name: torch.tensor(odd, device=device)})
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
-    def assert_one_output_is_enough(self, case: Drawn, chosen: int, device: Any) -> None:
+    def assert_one_output_is_enough(self, case: Drawn, device: Any) -> None:
+        """A loss of one output alone has the gradient of both, with zeros for the other."""
         x = self.with_leaves(case.moved(case.arguments(), torch.float16, device))
         outputs, leaves = self(**x), [x[name] for name in self.leaves]
-        one = torch.autograd.grad(outputs[chosen].sum(), leaves, retain_graph=True)
-        ups = [torch.full_like(o, float(i == chosen)) for i, o in enumerate(outputs)]
-        for a, b in zip(one, torch.autograd.grad(outputs, leaves, ups), strict=True):
-            torch.testing.assert_close(a, b)
-        assert any(a.any() for a in one)
+        for chosen, out in enumerate(outputs):
+            one = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+            ups = [torch.full_like(o, float(i == chosen)) for i, o in enumerate(outputs)]
+            both = torch.autograd.grad(outputs, leaves, ups, retain_graph=True)
+            for a, b in zip(one, both, strict=True):
+                torch.testing.assert_close(a, b)
+            assert any(a.any() for a in one)
 
-    def gradcheck(self, case: Drawn, public: bool) -> None:
-        """Of `custom`'s function, or of the op beneath it."""
+    def gradcheck(self, case: Drawn) -> None:
+        """Of `custom`'s function, and of the op beneath it."""
         if custom.config.backend != "auto":
             pytest.skip("float64 is the reference's")
         x = self.with_leaves(case.moved(case.arguments(), torch.float64, "cpu"))
         names = [name for name in self.leaves if x[name] is not None]
-        op = getattr(custom if public else torch.ops.custom, self.op)
+        for op in (self, getattr(torch.ops.custom, self.op)):
 
-        def values(*given: Tensor) -> Any:
-            return op(**(x | dict(zip(names, given, strict=True))))
+            def values(*given: Tensor, op: Any = op) -> Any:
+                return op(**(x | dict(zip(names, given, strict=True))))
 
-        assert torch.autograd.gradcheck(values, [x[name] for name in names], fast_mode=True)
+            assert torch.autograd.gradcheck(values, [x[name] for name in names], fast_mode=True)

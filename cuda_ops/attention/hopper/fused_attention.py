@@ -899,11 +899,10 @@ def launch(
     width = 64 if size == 192 else size
     config = _config(size, v_size, sizes.rows)
     keys, rows = config["BLOCK_N"], 64 * config["NC"]
-    listed, counter, outers = None, None, sizes.outer * sizes.heads
-    tiles = triton.cdiv(sizes.n_q, rows)
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        listed = plan(cu_seqlens_q, cu_seqlens_k, sizes.n_q, sizes.n_k, rows)
-        tiles = listed.shape[0] - 1
+    counter, outers = None, sizes.outer * sizes.heads
+    listed, tiles = plan(cu_seqlens_q, cu_seqlens_k, sizes.n_q, sizes.n_k, rows)
+    if listed is not None:
+        tiles -= 1
         counter = listed[tiles, 6:]
     total = tiles * outers
     programs = min(total, gpu.num_sms(q.device))

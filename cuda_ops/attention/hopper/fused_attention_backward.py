@@ -1198,11 +1198,9 @@ def launch(
     adder = turns is not None or (sums is not None and widths.fit_adder)
     block, keys, stages = widths.queries, 64 if wide else 128, _STAGES
     n_q, n_k, heads, key_heads = sizes.n_q, sizes.n_k, sizes.heads, sizes.key_heads
-    listed, tiles, outers = None, triton.cdiv(n_k, keys), sizes.outer * key_heads
+    outers = sizes.outer * key_heads
     section = min(outers, max(1, _SHARE // (sizes.rows * size * 8)))
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=turns is not None)
-        tiles = listed.shape[0]
+    listed, tiles = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=turns is not None)
     launches.kernel(_backward_hopper, tiles * outers)(
         describe(q, block, size, varlen),
         describe(grad_o, block, v_size, varlen),
@@ -1247,10 +1245,7 @@ def launch(
     )
     if sums is None:
         return
-    tiles = triton.cdiv(n_q, 64)
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, 64)
-        tiles = listed.shape[0]
+    listed, tiles = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, 64)
     launches.kernel(_round_kernel, tiles * sizes.outer * heads)(
         sums,
         turns,

@@ -11,7 +11,6 @@ successor; rotary channels are copied as they are.  Scales wait in shared memory
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -20,9 +19,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ....dispatch.common import quantised
 from ...common import sharedkv
-from ...common.combine import combine
 from ...common.gluon_names import cp_async
-from ...runtime import launches
 from ...sparse_attention.hopper.mla_consumers import (
     GATHER,
     LEFT,
@@ -48,7 +45,7 @@ from .packed_rows import (
     steps,
     unit,
 )
-from .places import Caches, begin, cache_of, cut, fits, keys_of, named, places_of
+from .places import Caches, begin, cache_of, fits, keys_of, named, places_of, run
 
 # 4 words a thread of 64 keys x 16 words, and of 64 keys x 32
 PIECE = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
@@ -329,25 +326,12 @@ def _attend(
     )
 
 
-def supports(q: Tensor, ori: Tensor, cmp: Tensor | None, scale_log2: float) -> bool:
+def supports(call: sharedkv.Attention) -> bool:
     """Rows of 584 bytes in pages of whole 16 bytes."""
-    return fits(q, ori, cmp, scale_log2) and unit(ori, cmp) > 0
+    return fits(call) and unit(call.ori, call.cmp) > 0
 
 
-def launch(
-    q: Tensor,
-    ori: Tensor,
-    cmp: Tensor | None,
-    keys: sharedkv.Keys,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale_log2: float,
-) -> None:
-    """`q` [rows, N, 512]."""
-    words = [None if rows is None else quantised.seen_as(rows, torch.int32) for rows in (ori, cmp)]
-    of_keys = steps(ori, cmp), unit(ori, cmp)
-    programs, parts, given = cut(q, keys, sinks, out, lse, scale_log2, *of_keys)
-    launches.kernel(_attend, programs)(q, *words, **given, launch_pdl=True)
-    if given["C"].SPLITS > 1:
-        combine(parts, sinks, out, lse, None)
+def launch(call: sharedkv.Attention) -> None:
+    caches = call.ori, call.cmp
+    words = tuple(x if x is None else quantised.seen_as(x, torch.int32) for x in caches)
+    run(_attend, call, words, steps(*caches), unit(*caches))

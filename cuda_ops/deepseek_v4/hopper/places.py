@@ -14,10 +14,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common import gpu, sharedkv
-from ...common.combine import Parts
+from ...common.combine import Parts, combine
 from ...common.hopper.rows import request_of
 from ...common.hopper.tma import aligned
 from ...common.log2 import LEAST
+from ...runtime import launches
 from ...sparse_attention.hopper.mla_consumers import LINE, Constants, item, splits_of
 
 FAR = gl.constexpr(1 << 30)  # behind any key of a row
@@ -160,49 +161,42 @@ def steps(ori: Tensor, cmp: Tensor | None) -> tuple[int, ...]:
     return tuple(step // by for kv in (ori, cmp) for step in steps_of(kv))
 
 
-def fits(q: Tensor, ori: Tensor, cmp: Tensor | None, scale_log2: float) -> bool:
+def fits(call: sharedkv.Attention) -> bool:
     """Queries of 512 numbers, tensors that begin at whole pieces of 16 bytes, and a scale that
     leaves the largest score the largest."""
+    q, caches = call.q, [x for x in (call.ori, call.cmp) if x is not None]
     return (
         gpu.is_hopper(q.device)
-        and scale_log2 >= LEAST
+        and call.scale_log2 >= LEAST
         and q.shape[-1] == 512
         and not any(step % 16 for step in q.stride()[:2])
-        and aligned(q, ori, *([] if cmp is None else [cmp]))
+        and aligned(q, *caches)
     )
 
 
-class Cut(NamedTuple):
-    """How a call is cut into programs; `given` is what the kernels of floats and of 8 bits take
-    beside queries and keys."""
-
-    programs: int
-    parts: Parts
-    given: dict[str, Any]
-
-
-def cut(
-    q: Tensor,
-    keys: sharedkv.Keys,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale_log2: float,
+def run(
+    kernel: Any,
+    call: sharedkv.Attention,
+    caches: tuple[Tensor | None, ...],
     of_keys: tuple[int, ...],
     unit_of_keys: int,
-) -> Cut:
-    """`of_keys`: the steps of their places, in units of so many elements."""
+) -> None:
+    """`kernel` on both caches, then its parts together; `of_keys`: the steps of their places, in
+    units of so many elements."""
+    q, keys, sinks, lse = call.q, call.keys, call.sinks, call.lse
     count, heads, rank = q.shape
     processors = gpu.num_sms(q.device)
     splits = splits_of(count, heads, keys.near + keys.far, processors)
     parts = Parts.of(splits, count * heads, rank, lse)
     items = count * splits * triton.cdiv(heads, 64)
-    given = dict(
+    launches.kernel(kernel, min(items, processors))(
+        q,
+        *caches,
         sinks=lse if sinks is None else sinks,
-        out=out,
+        out=call.out,
         **parts.arguments,
         lse=lse,
-        scale_log2=scale_log2,
+        scale_log2=call.scale_log2,
         **keys.tensors,
         extents=keys.extents,
         strides=(*q.stride()[:2], *keys.strides, *of_keys),
@@ -221,5 +215,7 @@ def cut(
         ),
         UNIT=unit_of_keys,
         num_warps=4,
+        launch_pdl=True,
     )
-    return Cut(min(items, processors), parts, given)
+    if splits > 1:
+        combine(parts, sinks, call.out, lse, None)

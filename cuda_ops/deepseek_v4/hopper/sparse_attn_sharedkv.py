@@ -10,7 +10,6 @@ its part takes: lengths are read here, by no kernel ahead of it.
 
 from __future__ import annotations
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -18,9 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
 from ...common import sharedkv
-from ...common.combine import combine
 from ...common.gluon_names import cp_async
-from ...runtime import launches
 from ...sparse_attention.hopper.mla_consumers import (
     GATHER,
     LEFT,
@@ -39,7 +36,7 @@ from ...sparse_attention.hopper.mla_consumers import (
     item,
     tiles_of,
 )
-from .places import Caches, begin, cache_of, cut, fits, keys_of, named, places_of, steps, unit
+from .places import Caches, begin, cache_of, fits, keys_of, named, places_of, run, steps, unit
 
 
 @gluon.jit
@@ -244,24 +241,11 @@ def _attend(
     )
 
 
-def supports(q: Tensor, ori: Tensor, cmp: Tensor | None, scale_log2: float) -> bool:
+def supports(call: sharedkv.Attention) -> bool:
     """Rows of floats that begin at whole pieces of 16 bytes."""
-    return fits(q, ori, cmp, scale_log2) and unit(ori, cmp) >= 16
+    return fits(call) and unit(call.ori, call.cmp) >= 16
 
 
-def launch(
-    q: Tensor,
-    ori: Tensor,
-    cmp: Tensor | None,
-    keys: sharedkv.Keys,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale_log2: float,
-) -> None:
-    """`q` [rows, N, 512]."""
-    of_keys = steps(ori, cmp), unit(ori, cmp)
-    programs, parts, given = cut(q, keys, sinks, out, lse, scale_log2, *of_keys)
-    launches.kernel(_attend, programs)(q, ori, cmp, **given, launch_pdl=True)
-    if given["C"].SPLITS > 1:
-        combine(parts, sinks, out, lse, None)
+def launch(call: sharedkv.Attention) -> None:
+    caches = call.ori, call.cmp
+    run(_attend, call, caches, steps(*caches), unit(*caches))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -221,17 +220,9 @@ def supports(keys: sharedkv.Keys, heads: int, device: torch.device) -> bool:
     return _tile(keys, heads, gpu.num_sms(device)) > 0
 
 
-def launch(
-    q: Tensor,
-    ori: Tensor,
-    cmp: Tensor | None,
-    keys: sharedkv.Keys,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale_log2: float,
-) -> None:
-    """`q` [rows, N, 512]; keys of its dtype, or rows of 584 bytes."""
+def launch(call: sharedkv.Attention) -> None:
+    """Keys of the dtype of `q`, or rows of 584 bytes."""
+    q, ori, cmp, keys = call.q, call.ori, call.cmp, call.keys
     count, heads, _ = q.shape
     packed = ori.dtype is not q.dtype
     keys_at: tuple[int, ...]
@@ -251,7 +242,7 @@ def launch(
         partial=parts[0],
         partial_max=parts[1],
         partial_sum=parts[2],
-        scale_log2=scale_log2,
+        scale_log2=call.scale_log2,
         **keys.tensors,
         extents=keys.extents,
         strides=(*q.stride()[:2], *keys.strides, *keys_at),
@@ -266,4 +257,4 @@ def launch(
         num_warps=warps,
         launch_pdl=True,
     )
-    combine(parts, splits, sinks, out, lse, None)
+    combine(parts, splits, call.sinks, call.out, call.lse, None)

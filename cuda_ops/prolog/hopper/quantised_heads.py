@@ -21,11 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...common import gluon_names, gpu
+from ...common import gluon_names
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from ...common.hopper.tma import DTYPES, aligned, describe_box, describe_matrix, forget
+from ...common.hopper.tma import describe_box, describe_matrix, forget
 from ...common.tiling import power_of_two
 from ...runtime import launches
+from . import query_heads
 from .absorption import put, times
 from .fused_gemm import ring
 from .quantised_matmul import SWAPPED
@@ -234,18 +235,8 @@ def _query(
 
 
 def supports(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:
-    """A head for nearly every multiprocessor, the sizes of DeepSeek's heads, alignment for TMA."""
-    tokens, depth = c.shape
-    heads, plain, rank = w_uk.shape
-    sizes = plain == 128 and rotary == 64 and rank % 128 == 0 and depth % 128 == 0 and depth >= 1024
-    return (
-        gpu.is_hopper(c.device)
-        and tokens <= 256
-        and 96 <= heads <= gpu.num_sms(c.device)
-        and w_uk.dtype in DTYPES
-        and sizes
-        and aligned(c, weight, w_uk)
-    )
+    """What query_heads supports, of vectors of 1024 numbers or more."""
+    return c.shape[1] >= 1024 and query_heads.supports(c, weight, w_uk, rotary)
 
 
 def launch(

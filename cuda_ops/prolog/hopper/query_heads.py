@@ -212,7 +212,7 @@ def supports(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:
         gpu.is_hopper(c.device)
         and tokens <= 256
         and 96 <= heads <= gpu.num_sms(c.device)
-        and c.dtype in DTYPES
+        and w_uk.dtype in DTYPES
         and sizes
         and aligned(c, weight, w_uk)
     )

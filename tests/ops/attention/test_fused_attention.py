@@ -463,7 +463,6 @@ def _good() -> dict[str, Tensor]:
         (dict(k=torch.zeros(1, 2, 5, 16).double()), TypeError, "`k` has dtype"),
         (dict(v=torch.zeros(1, 2, 5, 16).half()), TypeError, "`v` has dtype"),
         (dict(q=torch.zeros(1, 4, 3, 16, dtype=torch.int32)), TypeError, "`q` is int32"),
-        (dict(window=0), ValueError, "`window` is 0, expected at least 1"),
         (dict(cu_seqlens_q=torch.zeros(2, dtype=torch.int32)), ValueError, "expected both"),
         (dict(q=torch.zeros(1, 4, 16, 3).mT), ValueError, "`q` has stride"),
     ],

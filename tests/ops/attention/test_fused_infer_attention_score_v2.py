@@ -16,7 +16,7 @@ import custom
 from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
 from ...support.calls import assert_refuses
 from ...support.latents import WITHIN, Problem
-from ...support.ragged import BEYOND, FALLING, PAGE, ends_within, ints, run
+from ...support.ragged import BEYOND, FALLING, PAGE, ends_within, ints, run, strided
 from ...support.selected import DR, SCALE, D, attend
 
 OP = "npu_fused_infer_attention_score_v2"
@@ -282,12 +282,8 @@ def test_a_window_reads_no_page_before_it(device, backend):
 
 def test_strided_queries_and_64_bits(device, backend):
     given = Problem().rounded_to(torch.float16).arguments("BSND", device, torch.float16)
-    other = dict(given)
-    for name in ("query", "query_rope"):
-        wide = torch.stack([given[name], torch.full_like(given[name], torch.nan)], dim=-2)
-        other[name] = wide[..., 0, :]
-    for name in ("actual_seq_qlen", "actual_seq_kvlen", "block_table"):
-        other[name] = given[name].long()
+    names = ("actual_seq_qlen", "actual_seq_kvlen", "block_table")
+    other = strided(given, ("query", "query_rope"), names)
     a, b = run(OP, backend, **given), run(OP, backend, **other)
     assert torch.equal(a[0], b[0])
 

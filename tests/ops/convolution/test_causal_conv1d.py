@@ -17,7 +17,7 @@ from torch.nn.functional import conv1d, silu
 import custom
 
 from ...support.accuracy import assert_close_to_float64, every_dtype, skip_float64
-from ...support.calls import assert_refuses, by_change, runs_once
+from ...support.calls import assert_refuses, by_change, by_formula, runs_once
 from ...support.convolution import Whole
 
 OP, GRAD = "npu_causal_conv1d", "npu_causal_conv1d_grad"
@@ -71,12 +71,7 @@ def by_conv1d(
 @every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_conv1d(case, dtype, device, backend):
-    skip_float64(dtype, backend)
-    plain = case.moved(case.arguments(), dtype, "cpu")
-    with runs_once(OP, backend):
-        got = custom.npu_causal_conv1d(**case.moved(plain, dtype, device))
-    exact = by_conv1d(**case.moved(plain, torch.float64, "cpu"))
-    rounded = by_conv1d(**plain)
+    got, rounded, exact = by_formula(OP, by_conv1d, case, dtype, device, backend)
     for name, *values in zip(("out", "states"), got, rounded, exact, strict=True):
         assert_close_to_float64(name, *values)
     assert torch.equal(got[1].cpu(), rounded[1])  # copies

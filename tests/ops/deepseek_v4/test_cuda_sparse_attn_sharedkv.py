@@ -29,6 +29,7 @@ many, few, bytes_, places, packed_rows = (
         "packed_rows",
     )
 )
+sharedkv = import_module("custom.cuda_ops.common.sharedkv")
 ERROR = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
 SHORT = [(2, 61), (0, 37), (3, 2), (1, 24), (0, 0)]
 LONG = [(1, 2600), (1, 130), (2, 0), (1, 777)]
@@ -187,8 +188,9 @@ def test_rows_apart(pages, inner, taken, ran, monkeypatch):
     given = problem.arguments(("BSND", "PA_ND"), DEVICE, torch.bfloat16)
     given["ori_kv"] = apart(given["ori_kv"], pages, inner)
     if not taken:
-        flat = given["q"].flatten(0, 1)
-        assert not many.supports(flat, given["ori_kv"], given["cmp_kv"], 1.0)
+        q = given["q"].flatten(0, 1)
+        call = sharedkv.Attention(q, given["ori_kv"], given["cmp_kv"], None, None, q, q, 1.0)
+        assert not many.supports(call)
         return
     out, _ = launched("sparse_attn_sharedkv", **given)
     assert ran == [0]

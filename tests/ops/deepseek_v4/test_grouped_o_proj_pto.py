@@ -275,7 +275,6 @@ def test_fp8_that_is_quantised_ahead(sizes, device, backend):
         (dict(weight_quant_mode=5), ValueError, r"`weight_quant_mode` is 5 \(hif8"),
         (dict(weight_quant_mode=2), TypeError, "`w_o_a` is float32, expected int8 in weight_quant"),
         (dict(dequant_scale_w_o_b=torch.ones(1, 48)), ValueError, "`dequant_scale_w_o_b` is given"),
-        (dict(weight_format="nc"), ValueError, "`weight_format` is 'nc'"),
         (
             dict(w_o_a=torch.zeros(3, 64, 16)),
             ValueError,

@@ -367,8 +367,6 @@ def test_sweeps_are_done_in_their_order():
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
-        (dict(hc_mult=2), ValueError, "`hc_mult` is 2, expected 4"),
-        (dict(hc_sinkhorn_iters=0), ValueError, "`hc_sinkhorn_iters` is 0, expected at least 1"),
         (dict(hc_eps=-1.0), ValueError, "`hc_eps` is -1.0"),
         (dict(norm_eps=-1.0), ValueError, "`norm_eps` is -1.0"),
         (dict(hc_fn=torch.zeros(23, 32)), ValueError, "`hc_fn` has 23 rows, expected 24, or 4"),

@@ -478,7 +478,6 @@ def test_equal_calls_give_equal_bits_and_a_replay_follows_its_lengths(device):
     [
         (dict(w_idx_proj=None), ValueError, "`w_idx_proj` is missing, expected it beside"),
         (dict(w_idx_qb=None), ValueError, "`w_idx_qb` is missing, expected it beside"),
-        (dict(weight_quant_mode=6), ValueError, "`weight_quant_mode` is 6, expected 0"),
         (dict(weight_quant_mode=4), TypeError, "`w_dq` is float32, expected float8_e4m3fn in wei"),
         (dict(dequant_scale_w_dq=torch.ones(1, 24)), ValueError, "`dequant_scale_w_dq` is given"),
         (dict(kv_kind="int8"), ValueError, "`kv_kind` is 'int8', expected one of"),
@@ -493,7 +492,6 @@ def test_equal_calls_give_equal_bits_and_a_replay_follows_its_lengths(device):
             ValueError,
             "the head dim D is 32, expected 512 with kv_kind='fp8'",
         ),
-        (dict(hadamard_round="fp8"), ValueError, "`hadamard_round` is 'fp8'"),
         (dict(rms_norm_eps=-1.0), ValueError, "`rms_norm_eps` is -1.0"),
         (
             dict(rope_sin=torch.zeros(2, 2, 15), rope_cos=torch.zeros(2, 2, 15)),

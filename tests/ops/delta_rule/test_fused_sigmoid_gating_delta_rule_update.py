@@ -384,7 +384,6 @@ def test_gate_far_from_zero(device, backend):
 @pytest.mark.parametrize(
     "change,error,sentence",
     [
-        (dict(state_layout="KV"), ValueError, "`state_layout` is 'KV', expected one of 'kv', 'vk'"),
         (dict(k=torch.zeros(2, 1, 2, 31)), ValueError, "`k` has shape .* K=32"),
         (dict(v=torch.zeros(2, 1, 3, 32)), ValueError, "3 heads and `q` 2"),
         (dict(scale=0.0), ValueError, "`scale` is 0.0"),

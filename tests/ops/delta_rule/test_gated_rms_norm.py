@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 import custom
 
 from ...support.accuracy import assert_close_to_float64, every_dtype, skip_float64
-from ...support.calls import assert_refuses, by_change, runs_once
+from ...support.calls import assert_refuses, by_change, by_formula, runs_once
 from ...support.convolution import Norm
 
 OP, GRAD = "npu_gated_rms_norm", "npu_gated_rms_norm_grad"
@@ -46,12 +46,7 @@ def plainly(x: Tensor, gate: Tensor, weight: Tensor, **o: Any) -> Tensor:
 @every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_formula(case, dtype, device, backend):
-    skip_float64(dtype, backend)
-    plain = case.moved(case.arguments(), dtype, "cpu")
-    with runs_once(OP, backend):
-        got = custom.npu_gated_rms_norm(**case.moved(plain, dtype, device))
-    exact = plainly(**case.moved(plain, torch.float64, "cpu"))
-    assert_close_to_float64("out", got, plainly(**plain), exact)
+    assert_close_to_float64("out", *by_formula(OP, plainly, case, dtype, device, backend))
 
 
 def test_reference_equals_a_loop_over_numbers():
@@ -124,7 +119,6 @@ def test_equals_qwen3_next(device, backend):
     [
         (dict(gate=torch.zeros(5, 3, 95)), ValueError, r"`gate` has shape \[5, 3, 95\]"),
         (dict(weight=torch.zeros(95)), ValueError, "`weight` has shape"),
-        (dict(group_size=7), ValueError, "`group_size` is 7, expected a divisor of D=96"),
         (dict(activation="relu"), ValueError, "`activation` is 'relu'"),
         (dict(epsilon=-1.0), ValueError, "`epsilon` is -1.0"),
         (dict(gate=torch.zeros(5, 3, 96).half()), TypeError, "`gate` has dtype"),

@@ -17,15 +17,7 @@ import custom
 
 from ...support.accuracy import every_dtype, skip_unless_taken
 from ...support.calls import assert_refuses
-from ...support.ragged import (
-    LAYOUTS,
-    Packed,
-    assert_lengths_end_with_the_tensors,
-    ends_within,
-    ints,
-    limits,
-    run,
-)
+from ...support.ragged import LAYOUTS, Packed, ends_within, ints, limits, run
 from ...support.samples import apart, sample
 from ...support.stages import assert_top
 
@@ -303,12 +295,7 @@ PAGED = dict(
         (dict(key=torch.zeros(2, 9, 2, 16)), ValueError, "`key` has shape"),
         (dict(weights=torch.zeros(2, 3, 5)), ValueError, "`weights` has shape .* N=4"),
         (dict(key=torch.zeros(2, 9, 1, 16).half()), TypeError, "`key` has dtype torch.float16"),
-        (dict(layout_query="SBH"), ValueError, "`layout_query` is 'SBH', expected one of"),
         (dict(layout_key="TND"), ValueError, "`layout_key` is 'TND', expected 'BSND'"),
-        (dict(sparse_count=0), ValueError, "`sparse_count` is 0"),
-        (dict(sparse_mode=4), ValueError, "`sparse_mode` is 4, expected one of 0, 3"),
-        (dict(pre_tokens=7), ValueError, "`pre_tokens` is 7"),
-        (dict(next_tokens=7), ValueError, "`next_tokens` is 7"),
         (dict(query=torch.zeros(2, 3, 16, 4).mT), ValueError, "`query` has stride 4"),
         (PAGED | dict(block_table=None), ValueError, "`block_table` is missing"),
         (PAGED | dict(actual_seq_lengths_key=None), ValueError, "`actual_seq_lengths_key` is miss"),
@@ -366,16 +353,6 @@ def test_gradients_need_keys_that_are_not_paged():
         custom.npu_lightning_indexer(**arguments)
     # indices alone carry no gradient, so there is none to miss
     custom.npu_lightning_indexer(**(arguments | dict(return_value=False)))
-
-
-@pytest.mark.parametrize("sparse_mode", [3, 0])
-@pytest.mark.parametrize("layout", ["BSND", "TND"])
-def test_lengths_beyond_the_tensors_end_with_them(device, backend, layout, sparse_mode):
-    names, layouts = (
-        ("actual_seq_lengths_query", "actual_seq_lengths_key"),
-        ("layout_query", "layout_key"),
-    )
-    assert_lengths_end_with_the_tensors(OP, backend, device, names, layouts, layout, sparse_mode)
 
 
 @pytest.mark.parametrize(

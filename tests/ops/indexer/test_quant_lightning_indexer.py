@@ -182,8 +182,6 @@ def test_a_row_does_not_depend_on_its_batch(tokens, heads, device):
             dict(key_dequant_scale=torch.zeros(20, 1).half()),
             "`key_dequant_scale` is float16, expected float32",
         ),
-        (dict(pre_tokens=4), "`pre_tokens` is 4, expected its default"),
-        (dict(sparse_mode=4), "`sparse_mode` is 4, expected one of 3|0"),
     ],
 )
 def test_refused(changes, message):

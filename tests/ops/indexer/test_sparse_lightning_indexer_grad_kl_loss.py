@@ -241,12 +241,10 @@ def test_layout_tnd_is_a_request_at_a_time(device, backend):
 @pytest.mark.parametrize(
     "change,error,sentence",
     [
-        (dict(layout="PA_BSND"), ValueError, "`layout` is 'PA_BSND', expected one of"),
         (dict(key=torch.zeros(1, 9, 2, 32)), ValueError, "`key` has shape"),
         (dict(weights=torch.zeros(1, 5, 3)), ValueError, "`weights` has shape .* Ni=4"),
         (dict(softmax_max=torch.zeros(1, 1, 4, 5)), ValueError, "`softmax_max` has shape"),
         (dict(actual_seq_qlen=[5, 5]), ValueError, "`actual_seq_qlen` has 2 numbers, expected 1"),
-        (dict(sparse_mode=2), ValueError, "`sparse_mode` is 2"),
     ],
     ids=by_change,
 )

@@ -71,7 +71,6 @@ def test_other_sizes(device, backend, sizes):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (dict(weight_format="ND"), ValueError, "`weight_format` is 'ND', expected one of"),
         (dict(weight_qb=torch.zeros(32, 500)), ValueError, r"`weight_qb` has .* Ni\*Di=512"),
         (dict(weight_k=torch.zeros(4, 5, 16, 8)), ValueError, "`weight_k` has .* Di/8=4, H/16=4"),
         (dict(weight_proj=torch.zeros(64, 24)), ValueError, "NZ with|Ni"),

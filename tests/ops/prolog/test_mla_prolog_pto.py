@@ -159,7 +159,6 @@ def test_v3_needs_a_query_latent(name):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (dict(weight_format="NZ"), ValueError, "`weight_format` is 'NZ', expected one of 'nz'"),
         (dict(weight_dq=torch.zeros(64, 48)), ValueError, r"`weight_dq` has .* H=64, Rq=32"),
         (dict(weight_dq=torch.zeros(4, 3, 16, 8)), ValueError, "`weight_dq` has shape .*H/16=4"),
         (dict(weight_uk=torch.zeros(2, 16, 48)), ValueError, "`weight_uk` has shape .* R=32"),

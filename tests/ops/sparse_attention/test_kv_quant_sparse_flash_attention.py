@@ -388,7 +388,6 @@ def test_slots_as_flash_mla_names_them(sink, typed, device):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(attention_mode=0), "`attention_mode` is 0, expected 2"),
         (dict(key_quant_mode=1), "`key_quant_mode` is 1, expected 2"),
         (dict(value_quant_mode=3), "`value_quant_mode` is 3, expected 2"),
         (dict(quant_scale_repo_mode=0), "`quant_scale_repo_mode` is 0, expected 1"),
@@ -396,12 +395,10 @@ def test_slots_as_flash_mla_names_them(sink, typed, device):
         (dict(rope_head_dim=32), "`rope_head_dim` is 32, expected 64 or 0"),
         (dict(rope_head_dim=0), r"`query` has shape .*576\], expected .*512"),
         (dict(key_dequant_scale=torch.zeros(1)), "`key_dequant_scale` is given, expected None"),
-        (dict(row_layout="scale_first"), "`row_layout` is 'scale_first', expected one of"),
         (dict(key_dtype=None), "`key` is uint8 and `key_dtype` is None"),
         (dict(key_dtype=290), "`key_dtype` is hif8, expected float8_e4m3fn or int8"),
         (dict(value_dtype=1), "`key` is fp8 and `value` int8, expected one kind"),
         (dict(sinks=torch.zeros(4)), r"`sinks` has shape \[4\]"),
-        (dict(sparse_block_size=0), "`sparse_block_size` is 0, expected at least 1"),
     ],
     ids=str,
 )

@@ -138,7 +138,6 @@ def test_errors():
         (dict(kr_cache=torch.zeros(8, P, 1, 64).to(call.dtype)), "`kr_cache` has shape"),
         (dict(kv_kind="int8", kv_cache=caches.latents[0].view(torch.float8_e4m3fn)), "kv_kind"),
         (dict(index_k_cache=good["index_k_cache"].to("meta")), "`index_k_cache` has device meta"),
-        (dict(row_layout="rope_first"), "`row_layout` is 'rope_first'"),
     ):
         before = [each.clone() for each in caches.all()]
         with pytest.raises((ValueError, TypeError, RuntimeError), match=message):

@@ -312,7 +312,6 @@ def test_given_positions(device, backend, dtype, integer, options):
         (dict(act_seqs=torch.zeros(3).int()), ValueError, "`act_seqs` has shape .* B=2"),
         (dict(kr_cache=torch.zeros(9, 16, 1, 16)), ValueError, "`kr_cache` .* pages=8"),
         (dict(rms_norm_eps=-1.0), ValueError, "`rms_norm_eps` is -1.0"),
-        (dict(weight_format="x"), ValueError, "`weight_format` is 'x'"),
     ],
 )
 def test_errors_of_a_shared_selection(change, error, message):
@@ -329,8 +328,6 @@ def test_errors_of_a_shared_selection(change, error, message):
         (dict(index_k_cache=torch.zeros(9, 16, 1, 32)), ValueError, "`index_k_cache` .* pages=8"),
         (dict(index_k_cache=torch.zeros(8, 32, 1, 32)), ValueError, "`index_k_cache` .* P=16"),
         (dict(in_gamma_k=torch.zeros(32).half()), TypeError, "`in_gamma_k` has dtype"),
-        (dict(sparse_count=0), ValueError, "`sparse_count` is 0"),
-        (dict(weight_format="x"), ValueError, "`weight_format` is 'x'"),
         (dict(w_idx_proj=torch.zeros(64, 8)), ValueError, "`w_idx_qb` has shape"),
         (dict(w_uk=torch.zeros(3, 16, 32)), ValueError, r"`w_uq_qr` has .* N\*\(Dn\+Dr\)/8"),
     ],
