@@ -122,12 +122,12 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "sparse_flash_attention.collect": (Config({"ROWS": 32, "PIECE": 1024}),),
     "sparse_flash_attention.weigh": _WEIGH,
     "sparse_flash_attention.accumulate": _ACCUMULATE,
-    "sparse_attention_score.note": (Config({"PIECE": 256}),),
-    "sparse_attention_score.weigh": tuple(
+    "blocks_in_place.note": (Config({"PIECE": 256}),),
+    "blocks_in_place.weigh": tuple(
         Config({"HEAD_TILE": heads, "KEY_TILE": 128}, {"set_workspace_multibuffer": 2})
         for heads in (8, 16)
     ),
-    "sparse_attention_score.accumulate": tuple(
+    "blocks_in_place.accumulate": tuple(
         Config(
             {"HEAD_TILE": heads, "KEY_TILE": 128, "PIECES": pieces, "PARTS": 8},
             {"set_workspace_multibuffer": 2},

@@ -128,6 +128,8 @@ CASES = (
     ),
     Case(OP, "blocks of 1", paged([2], [40], 4, 1, 32, 1, 9, page=16, return_softmax_lse=False)),
 )
+# in place, all heads of keys at once; else three kernels a head
+LAUNCHES = {"MiniMax-M3, two heads of keys": 3, "8 heads, pages of 256": 3, "Qwen4-Exp": 6}
 _IN_PLACE, _LAID_OUT = "MiniMax-M3, two heads of keys", "blocks of 48, pages of 16, counts, sinks"
 CONTROLS = tuple(
     Control(title, OP[4:], old, new, case)
@@ -162,6 +164,10 @@ CONTROLS = tuple(
             "            key,\n            key,\n            index,",
             "Qwen4-Exp",
         ),
+    )
+) + tuple(
+    Control(title, "blocks_in_place", old, new, case)
+    for title, old, new, case in (
         ("keys of the first head", "key + g * of_key.head", "key", _IN_PLACE),
         ("values of the first head", "value + g * of_value.head", "value", _IN_PLACE),
         ("queries of the first heads", "(g * heads.group + h[:, None])", "h[:, None]", _IN_PLACE),
