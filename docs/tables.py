@@ -197,12 +197,24 @@ def _kept(record: str, of: str, goal: float) -> str:
     return "\n".join(drawn) + "\n"
 
 
+def pooled() -> str:
+    """Ascend: two models beside the floors of rows of the bench."""
+    drawn = ["| row | floor, us | ours | second | what binds ours |", "|" + "---|" * 5]
+    for row in json.loads((ROOT / "tests" / "ascend" / "pooled.json").read_text()):
+        op, _, label = row["what"].partition(": ")
+        estimates = (f"{row[model]:.0f}" for model in ("ours", "second"))
+        cells = (f"`{op}`, {label}", f"{row['us']['floor']:g}", *estimates, f"`{row['binds']}`")
+        drawn.append(f"| {' | '.join(cells)} |")
+    return "\n".join(drawn) + "\n"
+
+
 BLOCKS = {
     "verified": verified,
     "published": published,
     "mutants": mutants,
     "deepseek v4": lambda: _kept("deepseek_v4.json", "CANN's, us", 1),
     "deepseek v4 layers": lambda: _kept("deepseek_v4_layers.json", "1.75 x floor, us", 1.75),
+    "pooled": pooled,
     "speed": speed,
     "models": models,
     **graph_modes.BLOCKS,
@@ -224,7 +236,7 @@ PAGES = {
     "docs/parallel.md": tuple(cards.BLOCKS),
     "docs/numerics.md": tuple(numerics.BLOCKS),
     "docs/ascend.md": ("mutants",),
-    "docs/ascend_speed.md": ("published", "deepseek v4", "deepseek v4 layers"),
+    "docs/ascend_speed.md": ("published", "deepseek v4", "deepseek v4 layers", "pooled"),
 }
 
 

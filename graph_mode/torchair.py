@@ -452,11 +452,17 @@ _FLASH_LACKS = ("cu_seqlens_q", "cu_seqlens_k", "window", "grad_lse")
 _REPEATED = 8  # CANN keeps each row's maximum and sum eight times
 
 
-def _flash(spec: Spec, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(optional inputs, attributes) that CANN's attention and its gradient share."""
+def _mask_of_modes() -> Any:
+    """What CANN's sparse modes read: one tile of a causal mask."""
     import numpy
     from torchair import ge
 
+    mask = numpy.triu(numpy.ones((2048, 2048), dtype=bool), 1)
+    return ge.Const(mask, dtype=ge.DataType.DT_BOOL, readable=False)
+
+
+def _flash(spec: Spec, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(optional inputs, attributes) that CANN's attention and its gradient share."""
     q, k, v = (arguments[name] for name in "qkv")
     for name in _FLASH_LACKS:
         if arguments.get(name) is not None:
@@ -487,9 +493,8 @@ def _flash(spec: Spec, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], di
                 f"{spec.name}: `causal` with `q` longer than `k`: what CANN's {spec.ge} gives a "
                 f"query that sees no key is not known. {_REMEDY}"
             )
-        # mode 3 is aligned at the last key, as ours; its mask is one tile of a causal one
-        mask = numpy.triu(numpy.ones((2048, 2048), dtype=bool), 1)
-        inputs["atten_mask"] = ge.Const(mask, dtype=ge.DataType.DT_BOOL, readable=False)
+        # mode 3 is aligned at the last key, as ours
+        inputs["atten_mask"] = _mask_of_modes()
         attrs["sparse_mode"] = 3
     return inputs, {name: _attribute(spec, name, value).value for name, value in attrs.items()}
 
@@ -524,6 +529,65 @@ def _flash_attention_backward(spec: Spec, arguments: Mapping[str, Any]) -> Any:
         **inputs,
         **attrs,
     )[:3]
+
+
+_INFER_SAME = ("query", "query_rope", "block_table", "learnable_sink")
+_INFER_ABSENT = (
+    *("pse_shift", "dequant_scale1", "quant_scale1", "dequant_scale2", "quant_scale2"),
+    *("quant_offset2", "antiquant_scale", "antiquant_offset", "query_padding_size"),
+    *("kv_padding_size", "key_antiquant_scale", "key_antiquant_offset", "value_antiquant_scale"),
+    *("value_antiquant_offset", "key_shared_prefix", "value_shared_prefix"),
+    *("actual_shared_prefix_len", "key_rope_antiquant_scale", "dequant_scale_query"),
+    *("q_start_idx", "kv_start_idx"),
+)
+_INFER_ATTRS = dict(
+    num_heads="num_query_heads",
+    scale="softmax_scale",
+    **_same("input_layout", "num_key_value_heads", "sparse_mode", "inner_precise"),
+)
+
+
+def _infer_attention(spec: Spec, a: Mapping[str, Any]) -> Any:
+    """Latents as [pages, P, R]: of four dimensions CANN takes the second for heads."""
+    from torchair import ge
+    from torchair._ge_concrete_graph import ge_apis
+
+    if a["return_softmax_lse"]:
+        raise NotSupported(
+            f"{spec.name}: `return_softmax_lse` is True: what CANN's {spec.ge} gives a row that "
+            f"sees no key is not known. {_REMEDY}"
+        )
+    sink = a["learnable_sink"]
+    if sink is not None and sink.dtype != ge.DataType.DT_BF16:
+        raise NotSupported(
+            f"{spec.name}: `learnable_sink` is not bfloat16, all that CANN's {spec.ge} takes. "
+            f"{_REMEDY}"
+        )
+
+    def pages(x: Any) -> Any:
+        if x is None or x.rank == 3:
+            return x
+        return ge_apis.Squeeze(x, axis=[2 if x.symsize[2] == 1 else 1])
+
+    def lengths(x: Any) -> Any:
+        return None if x is None else ge_apis.Cast(x, dst_type=ge.DataType.DT_INT64)
+
+    values = {theirs: a[ours] for theirs, ours in _INFER_ATTRS.items()}
+    size = a["key"].symsize
+    values["block_size"] = size[1] if len(size) == 3 or size[2] == 1 else size[2]
+    values |= {n: min(a[n], 2**31 - 1) for n in ("pre_tokens", "next_tokens")}
+    key = pages(a["key"])
+    return ge_apis.FusedInferAttentionScore(
+        key=[key],
+        value=[key],
+        key_rope=pages(a["key_rope"]),
+        atten_mask=_mask_of_modes() if a["sparse_mode"] else None,
+        actual_seq_lengths=lengths(a["actual_seq_qlen"]),
+        actual_seq_lengths_kv=lengths(a["actual_seq_kvlen"]),
+        **{name: a[name] for name in _INFER_SAME},
+        **dict.fromkeys(_INFER_ABSENT),
+        **{name: _attribute(spec, name, value).value for name, value in values.items()},
+    )
 
 
 # ----------------------------- DeepSeek-V4's attention: behind what deals its work out to the cores
@@ -632,6 +696,7 @@ def _sharedkv(spec: Spec, arguments: Mapping[str, Any]) -> Any:
 
 COMPOSED: dict[str, Callable[[Spec, Mapping[str, Any]], Any]] = {
     "npu_sparse_attn_sharedkv": _sharedkv,
+    "npu_fused_infer_attention_score_v2": _infer_attention,
     "npu_fused_attention": _flash_attention,
     "npu_fused_attention_backward": _flash_attention_backward,
 }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import peers
 from .case import Arguments, Case, Draw, Outputs
 from .sparse_attention import BF16
 
@@ -84,6 +85,9 @@ def attention(model: Model, b: int, s: int, context: int) -> Case:
         ),
         flops=4.0 * b * s * model.heads * model.keys * model.size,
         shape=dict(b=b, s=s, n=model.heads, context=context, m=model.block),
+        peers={"vLLM": peers.vllm_blocks, "SGLang": peers.sglang_blocks}
+        if model.own
+        else {"vLLM": peers.vllm_pools},
         reference=False,
     )
 
@@ -120,6 +124,7 @@ def indexer(model: Model, b: int, s: int, context: int) -> Case:
         ),
         flops=2.0 * rows * context * model.size,
         shape=dict(b=b, s=s, n=model.shared, context=context, m=model.block),
+        peers={"vLLM": peers.vllm_block_indexer},
         reference=False,
         ordered=False,
     )

@@ -11,6 +11,9 @@
                                                                     KDA
     DeepGEMM                                 deep_gemm              scores of 8 bits (quantised.py)
     fla-core                                 fla                    delta rules, convolution, norm
+    vLLM                                     vllm                   MiniMax-M3's blocks, Qwen4-Exp's
+                                                                    pools; latents (latents.py)
+    SGLang                                   sglang                 MiniMax-M3's blocks
 
 `prepare(arguments)` returns the call to time, or None where the package is not installed or refuses
 the arguments, which a warning says.  What a package needs in another layout is made ahead and not
@@ -240,6 +243,114 @@ def cudnn_loss_grad(arguments: Arguments) -> Call | None:
         )
 
     return taken("cuDNN", call)
+
+
+# ---------------------------------------------------------------------------------------- blocks
+
+_M3, _QSA = "vllm.models.minimax_m3.common.ops", "vllm.models.qwen4_exp.nvidia.ops.qsa"
+_BLOCKS = "sglang.kernels.ops.attention.minimax_sparse"
+
+
+def _ranges(arguments: Arguments, keys: str) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Of requests: where each begins, its length, what was before; how many tokens each has."""
+    count, lengths = arguments["actual_seq_lengths"], arguments[keys]
+    starts = torch.nn.functional.pad(count.cumsum(0, dtype=torch.int32), (1, 0))
+    return starts, lengths, lengths - count, len(arguments["query"]) // len(count)
+
+
+def vllm_blocks(arguments: Arguments) -> Call | None:
+    """vLLM's MiniMax-M3, whose cache has a head's keys and values side by side."""
+    if not installed(f"{_M3}.sparse_attn", arguments["query"]):
+        return None
+    ops = importlib.import_module(f"{_M3}.sparse_attn")
+    query, scale = arguments["query"], arguments["scale_value"]
+    pairs = torch.cat([arguments["key"], arguments["value"]], -1).transpose(1, 2).contiguous()
+    given = (query, pairs, arguments["select_idx"], arguments["block_table"])
+    heads, out = pairs.shape[1], torch.empty_like(query)
+    starts, lengths, before, each = _ranges(arguments, "actual_seq_lengths_kv")
+    if each == 1:
+        decode = ops.minimax_m3_sparse_attn_decode
+        attend = partial(decode, *given, lengths, heads, scale, out, each)
+    else:
+        prefill = ops.minimax_m3_sparse_attn
+        attend = partial(prefill, *given, starts, lengths, before, each, heads, scale, out)
+
+    def call() -> Tensor:
+        attend()
+        return out
+
+    return taken("vLLM", call)
+
+
+def sglang_blocks(arguments: Arguments) -> Call | None:
+    """SGLang's MiniMax-M3, whose table has a slot for every position."""
+    starts, lengths, before, each = _ranges(arguments, "actual_seq_lengths_kv")
+    step = "decode" if each == 1 else "prefill"
+    query, page = arguments["query"], arguments["key"].shape[1]
+    if not installed(f"{_BLOCKS}.{step}.topk_sparse", query):
+        return None
+    ops = importlib.import_module(f"{_BLOCKS}.{step}.topk_sparse")
+    key, value = (arguments[name].flatten(0, 1).contiguous() for name in ("key", "value"))
+    slots = arguments["block_table"][:, :, None] * page + torch.arange(page, device=query.device)
+    options = dict(
+        req_to_token=slots.flatten(1).to(torch.int32),
+        seq_lens=lengths,
+        slot_ids=torch.arange(len(lengths), dtype=torch.int32, device=query.device),
+        topk_idx=arguments["select_idx"],
+        sm_scale=arguments["scale_value"],
+    )
+    given, size = dict(q=query, k_cache=key, v_cache=value, sink=None), arguments["block_size"]
+    if each == 1:
+        options |= dict(block_size=size, page_size=page)
+        return taken("SGLang", partial(ops.flash_decode_with_gqa_share_sparse, **given, **options))
+    # every query has a list of its own
+    options |= dict(block_size_q=1, cu_seqblocks_q=starts, max_seqblock_q=each)
+    options |= dict(block_size_k=size, cu_seqlens=starts, prefix_lens=before, max_seqlen_q=each)
+    return taken("SGLang", partial(ops.flash_prefill_with_gqa_share_sparse, **given, **options))
+
+
+def vllm_pools(arguments: Arguments) -> Call | None:
+    """vLLM's Qwen4-Exp, whose list has tokens and their number, and which opens a gate as well."""
+    if not installed(_QSA, arguments["query"]):
+        return None
+    attend = importlib.import_module(_QSA).qsa_sparse_paged_attention
+    query, size = arguments["query"], arguments["block_size"]
+    blocks = arguments["select_idx"][0, :, :, None] * size
+    tokens = (blocks + torch.arange(size, device=query.device)).flatten(1).to(torch.int32)
+    packed = torch.nn.functional.pad(tokens, (0, 1), value=tokens.shape[1])
+    table = arguments["block_table"]
+    each = len(query) // len(table)
+    requests = torch.arange(len(table), dtype=torch.int32, device=query.device)
+    call = partial(
+        attend,
+        query,
+        arguments["key"],
+        arguments["value"],
+        packed,
+        table,
+        requests.repeat_interleave(each),
+        each > 1,
+        output_gate=torch.full_like(query, 30),  # open
+    )
+    return taken("vLLM", call)
+
+
+def vllm_block_indexer(arguments: Arguments) -> Call | None:
+    """No block is forced but the token's own."""
+    if not installed(f"{_M3}.index_topk", arguments["query"]):
+        return None
+    ops = importlib.import_module(f"{_M3}.index_topk")
+    query, key, table = arguments["query"], arguments["key"][:, :, 0], arguments["block_table"]
+    starts, lengths, before, each = _ranges(arguments, "actual_seq_lengths_key")
+    heads, k = query.shape[1], arguments["top_k"]
+    given, reach = (query, key, table), table.shape[1] * key.shape[1]
+    if each == 1:
+        select = ops.minimax_m3_index_decode
+        return taken("vLLM", partial(select, *given, lengths, reach, k, 0, 1, heads, each, each))
+    ranges = (starts, lengths, before, each)
+    score = partial(ops.minimax_m3_index_score, *given, *ranges, reach, heads)
+    select = ops.minimax_m3_index_topk
+    return taken("vLLM", lambda: select(score(), starts, before, each, k, 0, 1))
 
 
 # ------------------------------------------------------------------------------------ delta rule

@@ -169,19 +169,24 @@ def prefill_case(s: int, n: int, context: int, k: int = 2048, model: Model = DEE
 
 
 def indexer_case(b: int, s: int, context: int, k: int = 2048, model: Model = DEEPSEEK) -> Case:
-    """Scores and top-k over paged index keys."""
-    pages, ni = context // P, model.ni
+    """Scores and top-k over paged index keys.  Of pools: one token less than the context, as in
+    `selected`, and the open pool behind the chosen ones."""
+    m, ni = model.block, model.ni
+    count = context // m
+    pages = count // P
+    pools: Arguments = dict(cmp_ratio=m, select_tail=True) if m > 1 else {}
 
     def make(draw: Draw) -> Arguments:
         return dict(
             query=draw.normal(b, s, ni, DI),
             key=draw.normal(b * pages, P, 1, DI),
             weights=draw.normal(b, s, ni),
-            actual_seq_lengths_key=draw.full(b, value=context),
+            actual_seq_lengths_key=draw.full(b, value=context - (m > 1)),
             block_table=draw.table(b, pages),
             layout_key="PA_BSND",
             sparse_count=k,
             return_value=True,
+            **pools,
         )
 
     return Case(
@@ -189,10 +194,10 @@ def indexer_case(b: int, s: int, context: int, k: int = 2048, model: Model = DEE
         f"{model.label}{b} x {s} queries, {context // 1024}K keys, top {k}",
         make,
         part_of_indexer,
-        bytes=b * context * DI * BF16 + b * s * ni * (DI + 1) * BF16 + b * s * k * 4.0,
-        flops=2.0 * b * s * context * ni * DI,
+        bytes=b * count * DI * BF16 + b * s * ni * (DI + 1) * BF16 + b * s * k * 4.0,
+        flops=2.0 * b * s * count * ni * DI,
         shape=dict(b=b, s=s, context=context, k=k),
-        peers=in_torch.peers(in_torch.lightning_indexer, compiled=s == 1),
+        peers={} if pools else in_torch.peers(in_torch.lightning_indexer, compiled=s == 1),
     )
 
 
@@ -414,9 +419,12 @@ def _attention(small: bool) -> list[Case]:
 def _indexer(small: bool) -> list[Case]:
     if small:
         # the last one is too long to be selected from at once, and has tokens that share keys
-        return [*(indexer_case(b, 1, 8192, 512) for b in (1, 4)), indexer_case(2, 4, 12288, 512)]
+        pools = indexer_case(2, 1, 1024, 64, GLM5_FLASH)
+        short = [indexer_case(b, 1, 8192, 512) for b in (1, 4)]
+        return [*short, pools, indexer_case(2, 4, 12288, 512)]
     sizes = [*((b, 1) for b in BATCHES), (1, 4096)]
-    return [indexer_case(b, s, 65536, model=model) for model in (DEEPSEEK, GLM5) for b, s in sizes]
+    rows = [indexer_case(b, s, 65536, model=model) for model in (DEEPSEEK, GLM5) for b, s in sizes]
+    return rows + [indexer_case(b, 1, 65536, POOLS, GLM5_FLASH) for b in BATCHES]
 
 
 def _prolog(small: bool) -> list[Case]:

@@ -6,7 +6,8 @@ token, absorbed, over pages of latents.
     q = x W_q (or c W_uq)   out = softmax(scale (q_nope W_uk . l + RoPE(q_rope) . k_rope)) l W_uv
 
 Kimi-Linear rotates nothing; Ling gates each head.  Without gradients and with a new DynamicCache,
-or none, on a CPU and, in 16 bits, on CUDA; elsewhere, and with biases, the model's own code runs.
+or none, on a CPU and, in 16 bits, on CUDA or an NPU; elsewhere, and with biases, the model's own
+code runs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from .masks import WHERE, OncePerForward, Texts, texts, unmasked
 from .paged import PagedCaches, check_page, token_positions
 
 from transformers.cache_utils import Cache, DynamicLayer  # isort: skip  # as the others
+
+KERNELS = ("cuda", "npu")  # devices with kernels of 16 bits
 
 
 def _attended(
@@ -106,7 +109,7 @@ def _is_ours(module: Any, x: Tensor, cache: Cache | None) -> bool:
     layer = None if cache is None else cache.layers[module.layer_idx]
     if isinstance(layer, PagedLayer):
         return True
-    has_kernels = x.device.type == "cpu" or (x.device.type == "cuda" and x.element_size() == 2)
+    has_kernels = x.device.type == "cpu" or (x.device.type in KERNELS and x.element_size() == 2)
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not has_kernels:
         return False
     new = layer is None or (type(layer) is DynamicLayer and layer.get_seq_length() == 0)

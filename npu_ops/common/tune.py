@@ -122,6 +122,19 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "sparse_flash_attention.collect": (Config({"ROWS": 32, "PIECE": 1024}),),
     "sparse_flash_attention.weigh": _WEIGH,
     "sparse_flash_attention.accumulate": _ACCUMULATE,
+    "blocks_in_place.note": (Config({"PIECE": 256}),),
+    "blocks_in_place.weigh": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": 128}, {"set_workspace_multibuffer": 2})
+        for heads in (8, 16)
+    ),
+    "blocks_in_place.accumulate": tuple(
+        Config(
+            {"HEAD_TILE": heads, "KEY_TILE": 128, "PIECES": pieces, "PARTS": 8},
+            {"set_workspace_multibuffer": 2},
+        )
+        for pieces in (2, 4)
+        for heads in (16, 8)
+    ),
     "fused_infer_attention_score_v2.note": (Config({"PIECE": 64}),),
     # a row is one of a head; keys of small pages, and those that several tokens share,
     # come in runs of 64

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Grouped-query attention of packed tokens to chosen blocks, a head of keys at a time, by the three
-kernels of sparse_flash_attention.
+"""Grouped-query attention of packed tokens to chosen blocks: in place (blocks_in_place.py) where
+blocks and pages are whole runs, else a head of keys at a time by the three kernels of
+sparse_flash_attention.
 
     collect      chosen keys and values, dense [T, K * block, D] each, two rows in one copy
     weigh        scores of the keys, for the query heads that share them
@@ -20,6 +21,8 @@ from ...dispatch.common import memory
 from ...dispatch.common.packed import block_within, ends
 from ...dispatch.ops.sparse_attention.sparse_attention_score import Arguments
 from ..common import cores, ragged, tiling, tune, two_passes
+from . import blocks_in_place
+from .blocks_in_place import RUN
 from .sparse_flash_attention import SPAN, accumulate, collect, weigh
 
 _OP = "sparse_flash_attention"
@@ -55,14 +58,19 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         return out.zero_(), lse.fill_(-torch.inf) if x["return_softmax_lse"] else none
     sums = ends(lengths, tokens).to(torch.int32)
     plan = ragged.plan(query, key, sums, key_lengths, x["block_table"], "TND", "PA_BSND", 3)
-    block = block_within(x["block_size"], plan.reach)
+    block, chosen = block_within(x["block_size"], plan.reach), _chosen(index, x["select_num_idx"])
+    if block % RUN == 0 and key.shape[1] % RUN == 0:
+        blocks_in_place.attend(
+            query, key, value, chosen, x["scale_value"], block // RUN, sinks, out, lse, plan
+        )
+        return out, lse if x["return_softmax_lse"] else none
     for g in range(shared):
         of = slice(g * group, (g + 1) * group)
         found, top, total = _attended(
             query[:, of],
             key[:, :, g : g + 1],
             value[:, :, g : g + 1],
-            _chosen(x, g),
+            chosen[min(g, len(chosen) - 1)],
             x["scale_value"],
             block,
             None if sinks is None else sinks[of],
@@ -74,15 +82,13 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     return out, lse if x["return_softmax_lse"] else none
 
 
-def _chosen(x: Arguments, head: int) -> Tensor:
-    """[T, K] int32 of a head of keys, -1 behind its count."""
-    index, count = x["select_idx"], x["select_num_idx"]
-    index = ragged.int32(index[min(head, len(index) - 1)])
+def _chosen(index: Tensor, count: Tensor | None) -> Tensor:
+    """[Nk | 1, T, K] int32, -1 behind a list's count."""
+    index = ragged.int32(index)
     if count is None:
-        return index
-    there = torch.arange(index.shape[1], device=index.device)
-    inside = there < count[min(head, len(count) - 1), :, None]
-    return torch.where(inside, index, -1)
+        return index.contiguous()
+    there = torch.arange(index.shape[2], device=index.device) < count[:, :, None]
+    return torch.where(there, index, -1)
 
 
 def _attended(

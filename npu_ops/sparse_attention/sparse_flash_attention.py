@@ -52,13 +52,17 @@ def _pages(row, column, limit, page, PIECE: tl.constexpr):
 
 
 @triton.jit
-def positions(selected, j, count, limit, block, BLOCKS: tl.constexpr):
-    """(position, whether the token sees it) of the j-th selected ones."""
+def positions(selected, j, first, count, limit, block, BLOCKS: tl.constexpr, PIECE: tl.constexpr):
+    """(position, whether the token sees it) of the j-th selected ones, PIECE from `first` on."""
     if BLOCKS:
         number = j // block
-        at = tl.load(selected + tl.minimum(number, count - 1))
+        # looked up in UB, as pages are
+        begin = first // block
+        i = begin + tl.arange(0, PIECE)
+        entry = tl.load(selected + i, mask=i < count, other=-1)
         # an absent block stays near, so that its positions fit in 32 bits
-        at = tl.minimum(tl.maximum(at, -1), limit // block + 1)
+        entry = tl.minimum(tl.maximum(entry, -1), limit // block + 1)
+        at = tl.gather(entry.to(tl.float32), number - begin, 0).to(tl.int32)
         position = (at - number) * block + j
         exists = (j < count * block) & (position >= 0) & (position < limit)
     else:
@@ -145,7 +149,7 @@ def resolve(
         end = 0
         for first in range(0, wide, PIECE):
             j = first + tl.arange(0, PIECE)
-            position, exists = positions(selected, j, count, limit, block, BLOCKS)
+            position, exists = positions(selected, j, first, count, limit, block, BLOCKS, PIECE)
             slot = placed(
                 position,
                 exists,
@@ -280,6 +284,8 @@ def collect(
 ):
     """Programs share the dense rows evenly, in pieces of ROWS; each resolves the tokens that it
     has a part of.  `last` comes in whole SPANs: key tiles are read as a whole."""
+    # blocks are looked up beside pages, half as many at a time
+    PART: tl.constexpr = PIECE // 2 if C.BLOCKS else PIECE
     pieces = wide // ROWS
     each = (rows * pieces + tl.num_programs(0) - 1) // tl.num_programs(0)
     begin = tl.program_id(0) * each
@@ -298,16 +304,16 @@ def collect(
         of_request = table + request.to(tl.int64) * table_stride
         of_row = row.to(tl.int64) * wide
         end = 0
-        for at in range(0, wide, PIECE):
-            j = at + tl.arange(0, PIECE)
-            position, exists = positions(selected, j, count, limit, block, C.BLOCKS)
+        for at in range(0, wide, PART):
+            j = at + tl.arange(0, PART)
+            position, exists = positions(selected, j, at, count, limit, block, C.BLOCKS, PART)
             end = tl.maximum(end, reached(exists, j))
         tl.store(last + row, (end + C.SPAN - 1) // C.SPAN * C.SPAN)
         low = tl.maximum(begin - row * pieces, 0) * ROWS
         high = tl.minimum(stop - row * pieces, pieces) * ROWS
-        for at in range(0, wide, PIECE):
-            j = at + tl.arange(0, PIECE)
-            position, exists = positions(selected, j, count, limit, block, C.BLOCKS)
+        for at in range(0, wide, PART):
+            j = at + tl.arange(0, PART)
+            position, exists = positions(selected, j, at, count, limit, block, C.BLOCKS, PART)
             slot = placed(
                 position,
                 exists,
@@ -319,11 +325,11 @@ def collect(
                 page,
                 page_rows,
                 layout.KEYS,
-                PIECE,
+                PART,
             )
             tl.store(slots + of_row + j, slot, mask=j < wide)
             top = tl.max(slot, 0)
-            for i in range(tl.maximum(low, at), tl.minimum(high, at + PIECE), ROWS):
+            for i in range(tl.maximum(low, at), tl.minimum(high, at + PART), ROWS):
                 if i < (end + C.SPAN - 1) // C.SPAN * C.SPAN:
                     part = extract_slice(slot, (i - at,), (ROWS,), (1,))
                     lay_out(

@@ -281,6 +281,9 @@ def _parse(lines: list[str]) -> list[_Line]:
     return root
 
 
+by_vectors: int | None = None  # what a number that the vectors made is taken for, if for any
+
+
 class _Walker:
     def __init__(self, hivm: str, cost: Cost, block: int) -> None:
         self.cost, self.block, self.steps = cost, block, 0
@@ -383,10 +386,12 @@ class _Walker:
             return None
         if s.kind == "memref.load":
             if source.space != "gm":
-                return None
+                return by_vectors
             self.cost.scalar_loads += 1
             index = [env.get(x) for x in s.operands[1:]]
-            if source.tensor is None or source.offset is None or index not in ([0], []):
+            if source.tensor is None:
+                return by_vectors if source.workspace else None
+            if source.offset is None or index not in ([0], []):
                 return None
             flat = source.tensor.untyped_storage()
             whole = torch.empty(0, dtype=source.tensor.dtype).set_(flat)
@@ -476,7 +481,7 @@ def _arithmetic(kind: str, text: str, given: list[Any]) -> Any:
     kind = kind.removeprefix("arith.")
     if kind == "select":
         return given[1] if given[0] is None or given[0] else given[2]
-    if kind in ("index_cast", "extsi", "extui", "trunci"):
+    if kind in ("index_cast", "extsi", "extui", "trunci", "fptosi"):
         value = given[0]
         return value & 1 if value is not None and re.search(r"to i1\b", text) else value
     if not all(isinstance(x, int) for x in given):

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,12 @@ NUMBERING = (
     "chunk_gated_delta_rule_grad.places",
     "chunk_kda_grad.places",
     "fused_infer_attention_score_v2.note",
+    "blocks_in_place.note",
     "sparse_attn_sharedkv.note",
     "sparse_attn_sharedkv.collect",
 )
+# the request of a packed token is a sum of the vectors, and the first one's in what is estimated
+PACKED = "block_indexer.scores"
 _hivm: dict[str, str] = {}
 
 
@@ -64,6 +68,7 @@ class Row:
 def row(launch: Launch, given: list[Any]) -> Row:
     """Of the slowest of three programs: cores are not loaded alike."""
     hivm, programs = _compiled(launch), launch.grid[0]
+    cost.by_vectors = 0 if launch.kernel == PACKED else None
     turns = lint.takes_turns(hivm)
     blocks = sorted({0, programs // 2, programs - 1})
     walked = [cost.of(hivm, given, launch.grid, block) for block in blocks]
@@ -96,6 +101,14 @@ _HEAD = (
 )
 
 
+def leave(launch: Launch, given: list[Any]) -> None:
+    """What later launches work through: a kernel that numbers it runs, and counts are told."""
+    recorder.execute = launch.kernel in NUMBERING
+    if launch.kernel == PACKED:
+        *_, counts, _, _, wide = given[:10]
+        counts.fill_(wide)
+
+
 def launched(call: Callable[[], Any]) -> list[tuple[float, str]]:
     """(seconds, a line of the table) of every launch of a call."""
     rows: list[tuple[float, str]] = []
@@ -103,7 +116,7 @@ def launched(call: Callable[[], Any]) -> list[tuple[float, str]]:
     def observe(launch: Launch, given: list[Any]) -> None:
         found = row(launch, given)
         rows.append((found.seconds, found.text))
-        recorder.execute = launch.kernel in NUMBERING
+        leave(launch, given)
 
     recorder.observe = observe
     call()
@@ -124,10 +137,16 @@ def apart(launches: list[float]) -> float:
     return cost.in_graph(launches) - (cost.rates.gap - cost.HEADS["vectors"])
 
 
+def called(figure: published.Figure) -> Callable[[], Any]:
+    """The figure's call, on its card; what fills a cache neither runs nor counts."""
+    recorder.cube_cores = cost.use(figure.card).cores
+    recorder.observe, recorder.execute = None, False
+    return partial(getattr(torch.ops.custom, figure.op), **figure.make(Sizes()))
+
+
 def estimated(figure: published.Figure) -> tuple[float, str]:
     """us of our launches on the figure's card, and what binds the longest."""
-    recorder.cube_cores = cost.use(figure.card).cores
-    rows = launched(lambda: getattr(torch.ops.custom, figure.op)(**figure.make(Sizes())))
+    rows = launched(called(figure))
     ours = [x for x in rows if not figure.kernels or x[1].startswith(figure.kernels)]
     slowest = max(ours)[1]
     binds = f"{slowest.split()[0]}: {slowest.rpartition('  ')[2]}"
@@ -149,13 +168,16 @@ def stale() -> list[str]:
     return found
 
 
-def compare(name: str, record: bool) -> None:
-    """The times of a set beside ours."""
+def compare(name: str, record: bool, only: str) -> None:
+    """The times of a set beside ours, of the rows whose name has `only`; the others stay."""
     install()
     kept = {row["what"]: row for row in published.read(name)}
     rows = []
     print(f"{'us, ESTIMATED':<48}{'ours':>9}  over each")
     for figure in published.SETS[name][0]:
+        if only not in figure.what:
+            rows += [kept[figure.what]] if figure.what in kept else []
+            continue
         us, binds = estimated(figure)
         kept_row = kept.get(figure.what, {}) | dict(
             what=figure.what,
@@ -216,6 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.ascend.estimate")
     parser.add_argument("op", help=f"or a set of times: {', '.join(published.SETS)}")
     parser.add_argument("--shape", default="", help="only rows with these sizes: b=4,s1=1")
+    parser.add_argument("--only", default="", help="of a set, rows whose name has this")
     parser.add_argument("--whole", action="store_true", help="one line a row, without its launches")
     parser.add_argument("--record", action="store_true", help="keep what a set says")
     parser.add_argument("--rates", type=Path, help="a file that tests.ascend.calibrate wrote")
@@ -223,7 +246,7 @@ def main() -> None:
     if chosen.rates:
         cost.take(chosen.rates)
     if chosen.op in published.SETS:
-        return compare(chosen.op, chosen.record)
+        return compare(chosen.op, chosen.record, chosen.only)
     wanted = dict(pair.split("=") for pair in chosen.shape.split(",") if pair)
     install()
     cases = matching(presets(chosen.op, "npu"), wanted)

@@ -77,6 +77,9 @@ _SCALAR = {
     "narrow_rows.query_heads": "one scale a token, beside tiles of heads",
     "narrow_rows.index_heads": "one scale a token, beside tiles of heads",
     "sparse_flash_attention.collect": "two indices a copy of two rows",
+    "blocks_in_place.note": "what a token sees, a few numbers each",
+    "blocks_in_place.weigh": "the place of a run of keys, which is one copy",
+    "blocks_in_place.accumulate": "the place of a run of keys, which is one copy",
     "fused_infer_attention_score_v2.note": "what a token sees, a few numbers each",
     "fused_infer_attention_score_v2.weigh": "the page of a tile of keys, which is one copy",
     "fused_infer_attention_score_v2.accumulate": "the page of a tile of keys, which is one copy",
@@ -191,6 +194,7 @@ _REPEAT = (
             ("1.0.0", "1.1.0"),
         )
         for kernel in (
+            "blocks_in_place.accumulate",
             "sparse_flash_attention.accumulate",
             "sparse_attn_sharedkv.accumulate",
             "fused_infer_attention_score_v2.accumulate",

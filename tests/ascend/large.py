@@ -52,8 +52,8 @@ KNOWN = {
     "npu_chunk_kda_grad": (Bill(431, 605), "31 rounds of 65,536 tokens, 4 kernels and 10 in each"),
     "npu_chunk_gated_delta_rule_grad": (Bill(145, 723), "a round is a head or two, of 65,536"),
     "npu_sparse_attention_score": (
-        Bill(120, 562),
-        "three kernels a head of keys, in rounds",
+        Bill(114, 562),
+        "pools of 4: three kernels a head of keys, in rounds",
     ),
 }
 # forms of which the oldest build plans more of UB than `known.TIGHT`, and how much; the others do

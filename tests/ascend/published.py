@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from custom.bench import shared_kv_prolog, sparse_attention_v4
+from custom.bench.case import Case
+from custom.bench.presets import presets
 
-from . import models
+from . import cost, models
 from .case import Arguments, Inputs
 from .models import INDEX, LATENT, PAGE, ROTARY, Make
 from .ops import chunk_gated_delta_rule, fused_attention, hc_post, hc_pre
@@ -342,12 +344,58 @@ LAYERS = tuple(
     for (model, kind, requests), floor in _FLOORS.items()
 )
 
+
+def of_bench(case: Case) -> Figure:
+    """A row of the bench beside its floor; an indexer's without values, as models call it."""
+    floor = max(case.bytes / cost.MEMORY, case.flops / cost.CUBE)
+
+    def make(x: Inputs) -> Arguments:
+        arguments = case.make(torch.device("cpu"), 0)
+        if "return_value" in arguments:
+            arguments |= dict(return_value=False)
+        if case.op == "npu_block_indexer":  # all tokens are the first request's: estimate.PACKED
+            lengths = torch.zeros_like(arguments["actual_seq_lengths"])
+            lengths[0] = len(arguments["query"])
+            arguments |= dict(actual_seq_lengths=lengths)
+        return arguments
+
+    return Figure(
+        f"{case.op.removeprefix('npu_')}: {case.label}",
+        dict(floor=round(floor * 1e6, 1)),
+        "the row's floor",
+        case.op,
+        make,
+    )
+
+
+# pools, blocks, dense latents, KDA: a token a request, of the rows with these words
+_POOLED = (
+    ("npu_compressor", ("pools of",)),
+    ("npu_lightning_indexer", ("GLM-5.3-Flash",)),
+    ("npu_sparse_flash_attention", ("GLM-5.3-Flash",)),
+    ("npu_kv_quant_sparse_flash_attention", ("GLM-5.3-Flash, int8",)),
+    ("npu_mla_prolog_pto", ("GLM-5.3-Flash", "Kimi-Linear")),
+    ("npu_block_indexer", ("MiniMax-M3",)),
+    ("npu_sparse_attention_score", ("MiniMax-M3", "Qwen4-Exp")),
+    ("npu_fused_infer_attention_score_v2", ("16 heads", "128 heads")),
+    ("npu_gated_delta_layer_decode", ("KDA",)),
+)
+POOLED = tuple(
+    of_bench(case)
+    for op, words in _POOLED
+    for case in presets(op, "npu")
+    if any(word in case.label for word in words)
+    and case.shape["b"] <= 128
+    and case.shape.get("s", 1) == 1
+)
+
 _HERE = Path(__file__).parent
 # what is asked for by name: figures, and where their estimates are kept
 SETS = {
     "published": (FIGURES, _HERE / "published.json"),
     "deepseek-v4": (DEEPSEEK_V4, _HERE / "deepseek_v4.json"),
     "deepseek-v4-layers": (LAYERS, _HERE / "deepseek_v4_layers.json"),
+    "pooled": (POOLED, _HERE / "pooled.json"),
 }
 
 

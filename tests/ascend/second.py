@@ -26,7 +26,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from custom.dispatch.errors import NotSupported
 from custom.dispatch.registry import SPECS
 
@@ -37,7 +36,6 @@ from . import cost, estimate, forms, published, toolchain
 from .compiler import compile_with
 from .cost import Memory, _Line, _parse, _type, _Walker
 from .driver import Launch, recorder
-from .models import Sizes
 from .toolchain import NEWEST, ROOT
 
 PYTHON = ROOT / ".msop/venv/bin/python"
@@ -349,7 +347,7 @@ def jobs(call: Callable[[], Any]) -> list[Job]:
 
     def observe(launch: Launch, given: list[Any]) -> None:
         found.append(job(launch, given))
-        recorder.execute = launch.kernel in estimate.NUMBERING
+        estimate.leave(launch, given)
 
     recorder.observe = observe
     call()
@@ -387,12 +385,8 @@ def compare(name: str, record: bool, only: str) -> None:
     for figure, row in zip(published.SETS[name][0], rows, strict=True):
         if only not in figure.what:
             continue
-        recorder.cube_cores = cost.use(figure.card).cores
-
-        def call(figure: published.Figure = figure) -> None:
-            getattr(torch.ops.custom, figure.op)(**figure.make(Sizes()))
-
-        found = [x for x in jobs(call) if not figure.kernels or x.kernel in figure.kernels]
+        found = jobs(estimate.called(figure))
+        found = [x for x in found if not figure.kernels or x.kernel in figure.kernels]
         print(figure.what, flush=True)
         seconds = told(found, simulated(found))
         row["second"] = round(estimate.apart(seconds) * figure.times * 1e6, 1)

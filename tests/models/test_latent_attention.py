@@ -5,6 +5,8 @@ latent op by op, DeepSeek-V2-Lite's: tokens and numbers of Transformers' own cod
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from custom.dispatch import log
@@ -14,7 +16,7 @@ from custom.integrations.drafts import verification
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
-from custom.integrations import dsa  # noqa: E402
+from custom.integrations import dsa, latent  # noqa: E402
 from custom.integrations.transformers import use  # noqa: E402
 
 from ..support.models import (  # noqa: E402
@@ -157,6 +159,17 @@ def test_what_is_refused():
     layer.q_proj.weight_scale = torch.ones(128, 1)
     with use(), pytest.raises(custom.NotSupported, match="16 or 32 bits; these are of 8"):
         greedy(model, inputs)
+
+
+@pytest.mark.parametrize("kind, size, ours", [
+    ("cpu", 8, True), ("cuda", 2, True), ("cuda", 4, False), ("npu", 2, True), ("npu", 4, False),
+    ("xpu", 2, False),
+])  # fmt: skip
+def test_where_the_ops_have_kernels(kind, size, ours):
+    x = SimpleNamespace(device=SimpleNamespace(type=kind), element_size=lambda: size)
+    module = SimpleNamespace(kv_a_proj_with_mqa=SimpleNamespace(bias=None))
+    with torch.no_grad():
+        assert latent._is_ours(module, x, None) == ours
 
 
 @torch.inference_mode()

@@ -428,6 +428,14 @@ def test_the_model_beside_what_others_published():
     assert unasked <= {f"chunked delta rule, 16 x 8192 x {heads} heads" for heads in (32, 64)}
 
 
+def test_rows_of_pools_and_blocks_have_both_estimates():
+    """As the bench has them today, and never below a floor."""
+    kept = published.read("pooled")
+    for figure, row in zip(published.POOLED, kept, strict=True):
+        assert (figure.what, figure.us) == (row["what"], row["us"])
+        assert min(row["ours"], row["second"]) > row["us"]["floor"]
+
+
 def test_a_launch_has_a_head_and_one_memory():
     cube, vectors = cost.Cost(of_cube=True), cost.Cost(share=2)
     heads = [cost.head(halves) for halves in ([vectors], [cube], [cube, vectors])]

@@ -15,6 +15,9 @@ import torch
 from custom.bench import peers
 from custom.bench.__main__ import relative_error
 from custom.bench.attention import case as dense_case
+from custom.bench.block_sparse import Model as Blocks
+from custom.bench.block_sparse import attention as blocks_case
+from custom.bench.block_sparse import indexer as block_indexer_case
 from custom.bench.delta_rule import kda_case
 from custom.bench.sparse_attention import attention_case, prefill_case
 from custom.bench.sparse_gradients import attention_case as grad_case
@@ -219,6 +222,206 @@ def test_gradients_of_the_loss(cudnn):
     names = ("d_index_q", "d_index_k", "d_weights")
     got = [theirs[name] for name in names]
     assert relative_error(got, [d_q, d_k[:, :, 0], d_w]) < case.tolerance
+
+
+# a page has 128 rows, and so has a block of vLLM
+BLOCKS = Blocks("blocks", 8, 2, 32, 128, 3, True)
+
+
+def over_tokens(q, keys, values, chosen, scale):
+    """[T, N, D]: q of token t sees `chosen(t, head of keys)` of keys, values [S, Nk, D] of it."""
+    out = torch.empty(q.shape, dtype=torch.double)
+    group = q.shape[1] // keys(0).shape[1]
+    for t, n in ((t, n) for t in range(q.shape[0]) for n in range(q.shape[1])):
+        at = chosen(t, n // group).long()
+        k, v = (x(t)[at, n // group].double() for x in (keys, values))
+        out[t, n] = (k @ q[t, n].double() * scale).softmax(0) @ v
+    return out
+
+
+def tokens_of(blocks, size, length):
+    """Positions of the chosen blocks, below `length`."""
+    at = (blocks.long()[:, None] * size + torch.arange(size)).flatten()
+    return at[at < length]
+
+
+def request_of(starts, t):
+    return int((starts[1:] <= t).sum())
+
+
+def vllm_stand_in(query, cache, index, table, starts, lengths, heads, scale):
+    """cache [pages, Nk, 128, 2 D]"""
+    assert cache.shape[1] == heads == index.shape[0] and cache.shape[2] == 128
+    size = query.shape[-1]
+
+    def rows_of(half):
+        paged = cache[..., half].transpose(1, 2)
+        return lambda t: paged[table[request_of(starts, t)].long()].flatten(0, 1)
+
+    def chosen(t, head):
+        r = request_of(starts, t)
+        return tokens_of(index[head, t], 128, int(lengths[r] - (starts[r + 1] - t) + 1))
+
+    halves = (rows_of(slice(0, size)), rows_of(slice(size, None)))
+    return over_tokens(query, *halves, chosen, scale)
+
+
+@pytest.mark.parametrize("s", [1, 3])
+def test_blocks_by_vllm(package, s):
+    def minimax_m3_sparse_attn(
+        q, kv_cache, topk_idx, block_table, cu_seqlens_q, seq_lens, prefix_lens, max_query_len,
+        num_kv_heads, sm_scale, output, k_scale=None, v_scale=None,
+    ):  # fmt: skip
+        assert max_query_len == 3
+        assert torch.equal(seq_lens - prefix_lens, cu_seqlens_q.diff())
+        given = (q, kv_cache, topk_idx, block_table, cu_seqlens_q, seq_lens)
+        output.copy_(vllm_stand_in(*given, num_kv_heads, sm_scale))
+
+    def minimax_m3_sparse_attn_decode(
+        q, kv_cache, topk_idx, block_table, seq_lens, num_kv_heads, sm_scale, output,
+        decode_query_len, k_scale=None, v_scale=None, query_start_loc=None,
+        token_to_req_indices=None,
+    ):  # fmt: skip
+        assert decode_query_len == 1
+        starts = torch.arange(len(seq_lens) + 1)
+        given = (q, kv_cache, topk_idx, block_table, starts, seq_lens)
+        output.copy_(vllm_stand_in(*given, num_kv_heads, sm_scale))
+
+    package(
+        "vllm.models.minimax_m3.common.ops.sparse_attn",
+        minimax_m3_sparse_attn=minimax_m3_sparse_attn,
+        minimax_m3_sparse_attn_decode=minimax_m3_sparse_attn_decode,
+    )
+    case = blocks_case(BLOCKS, 2, s, 1024)
+    (ours, _), theirs = run(case, "vLLM")
+    assert relative_error([theirs], [ours]) < case.tolerance
+
+
+@pytest.mark.parametrize("s", [1, 3])
+def test_blocks_by_sglang(package, s):
+    def attend(q, k_cache, v_cache, req_to_token, slot_ids, topk_idx, size, starts, lens, scale):
+        def slots(t):
+            return req_to_token[slot_ids[request_of(starts, t)]].long()
+
+        def chosen(t, head):
+            r = request_of(starts, t)
+            return tokens_of(topk_idx[head, t], size, int(lens[r] - (starts[r + 1] - t) + 1))
+
+        halves = (lambda t: k_cache[slots(t)], lambda t: v_cache[slots(t)])
+        return over_tokens(q, *halves, chosen, scale)
+
+    def flash_decode_with_gqa_share_sparse(
+        q, sink, k_cache, v_cache, req_to_token, seq_lens, slot_ids, block_size, topk_idx,
+        sm_scale=None, use_tma=True, page_size=0, q_scale=None, k_scale=None, v_scale=None,
+        hisparse_slots=None,
+    ):  # fmt: skip
+        assert sink is None and page_size == 128 and req_to_token.dtype is torch.int32
+        starts = torch.arange(len(seq_lens) + 1)
+        caches = (k_cache, v_cache, req_to_token, slot_ids)
+        return attend(q, *caches, topk_idx, block_size, starts, seq_lens, sm_scale)
+
+    def flash_prefill_with_gqa_share_sparse(
+        q, k_cache, v_cache, sink, req_to_token, slot_ids, topk_idx, block_size_q, block_size_k,
+        cu_seqlens, seq_lens, prefix_lens, max_seqlen_q, sm_scale=None, use_tma=True,
+        cu_seqblocks_q=None, max_seqblock_q=None, q_scale=None, k_scale=None, v_scale=None,
+        loc_mapping=None,
+    ):  # fmt: skip
+        assert sink is None and block_size_q == 1 and max_seqlen_q == max_seqblock_q == 3
+        assert torch.equal(cu_seqblocks_q, cu_seqlens)
+        assert torch.equal(seq_lens - prefix_lens, cu_seqlens.diff())
+        caches = (k_cache, v_cache, req_to_token, slot_ids)
+        return attend(q, *caches, topk_idx, block_size_k, cu_seqlens, seq_lens, sm_scale)
+
+    of = "sglang.kernels.ops.attention.minimax_sparse"
+    package(
+        f"{of}.decode.topk_sparse",
+        flash_decode_with_gqa_share_sparse=flash_decode_with_gqa_share_sparse,
+    )
+    package(
+        f"{of}.prefill.topk_sparse",
+        flash_prefill_with_gqa_share_sparse=flash_prefill_with_gqa_share_sparse,
+    )
+    case = blocks_case(BLOCKS, 2, s, 1024)
+    (ours, _), theirs = run(case, "SGLang")
+    assert relative_error([theirs], [ours]) < case.tolerance
+
+
+@pytest.mark.parametrize("s", [1, 3])
+def test_pools_by_vllm(package, s):
+    def qsa_sparse_paged_attention(
+        q, k_cache, v_cache, logical_indices, block_table, token_to_req, use_prefill_config,
+        out=None, k_scale=None, v_scale=None, *, output_gate,
+    ):  # fmt: skip
+        assert use_prefill_config == (s > 1)
+        paged = [
+            lambda t, x=x: x[block_table[token_to_req[t]].long()].flatten(0, 1)
+            for x in (k_cache, v_cache)
+        ]
+
+        def chosen(t, head):
+            return logical_indices[t, : int(logical_indices[t, -1])]
+
+        found = over_tokens(q, *paged, chosen, q.shape[-1] ** -0.5)
+        return found * output_gate.double().sigmoid()
+
+    package(
+        "vllm.models.qwen4_exp.nvidia.ops.qsa",
+        qsa_sparse_paged_attention=qsa_sparse_paged_attention,
+    )
+    case = blocks_case(Blocks("pools", 6, 2, 32, 4, 9, False), 2, s, 512)
+    (ours, _), theirs = run(case, "vLLM")
+    assert relative_error([theirs], [ours]) < case.tolerance
+
+
+@pytest.mark.parametrize("s", [1, 3])
+def test_block_indexer_by_vllm(package, s):
+    def scores(idx_q, cache, table, starts, lengths, reach):
+        assert cache.shape[1:] == (128, 32) and reach == 1024
+        found = torch.full((idx_q.shape[1], len(idx_q), reach // 128), float("-inf")).double()
+        for t in range(len(idx_q)):
+            r = request_of(starts, t)
+            keys = cache[table[r].long()].flatten(0, 1).double()
+            each = idx_q[t].double() @ keys.mT
+            each[:, int(lengths[r] - (starts[r + 1] - t) + 1) :] = float("-inf")
+            found[:, t] = each.unflatten(-1, (-1, 128)).amax(-1)
+        return found
+
+    def top(score, last, k, init_blocks, local_blocks):
+        assert (init_blocks, local_blocks) == (0, 1)
+        score.scatter_(-1, last.expand(*score.shape[:2])[..., None], float("inf"))
+        return score.topk(k).indices
+
+    def minimax_m3_index_score(
+        idx_q, index_kv_cache, block_table, cu_seqlens_q, seq_lens, prefix_lens, max_query_len,
+        max_seq_len, num_kv_heads,
+    ):  # fmt: skip
+        assert num_kv_heads == idx_q.shape[1] and max_query_len == 3
+        return scores(idx_q, index_kv_cache, block_table, cu_seqlens_q, seq_lens, max_seq_len)
+
+    def minimax_m3_index_topk(
+        score, cu_seqlens_q, prefix_lens, max_query_len, topk, init_blocks, local_blocks, out=None
+    ):
+        assert max_query_len == 3
+        last = (prefix_lens[:, None] + torch.arange(max_query_len)).flatten() // 128
+        return top(score, last, topk, init_blocks, local_blocks)
+
+    def minimax_m3_index_decode(
+        idx_q, index_kv_cache, block_table, seq_lens, max_seq_len, topk, init_blocks, local_blocks,
+        num_kv_heads, decode_query_len, max_decode_query_len, out=None, score_out=None,
+    ):  # fmt: skip
+        assert num_kv_heads == idx_q.shape[1] and decode_query_len == max_decode_query_len == 1
+        starts = torch.arange(len(seq_lens) + 1)
+        score = scores(idx_q, index_kv_cache, block_table, starts, seq_lens, max_seq_len)
+        return top(score, (seq_lens - 1) // 128, topk, init_blocks, local_blocks)
+
+    package(
+        "vllm.models.minimax_m3.common.ops.index_topk",
+        minimax_m3_index_score=minimax_m3_index_score,
+        minimax_m3_index_topk=minimax_m3_index_topk,
+        minimax_m3_index_decode=minimax_m3_index_decode,
+    )
+    (ours, _), theirs = run(block_indexer_case(BLOCKS, 2, s, 1024), "vLLM")
+    assert torch.equal(theirs.sort().values, ours.long())
 
 
 @pytest.mark.parametrize("bound", [None, -5.0])

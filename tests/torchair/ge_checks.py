@@ -65,7 +65,9 @@ def convert(name: str, arguments: dict, dynamic: bool | None = False, free: dict
     config.debug.run_eagerly = True
     backend = torchair.get_npu_backend(compiler_config=config)
     constants = {k: v for k, v in arguments.items() if not isinstance(v, torch.Tensor)}
-    tensors = {k: v.clone() for k, v in arguments.items() if k not in constants}
+    copies = {id(v): v.clone() for k, v in arguments.items() if k not in constants}
+    # one tensor under two names stays one
+    tensors = {k: copies[id(v)] for k, v in arguments.items() if k not in constants}
     for argument, dimensions in (free or {}).items():
         torch._dynamo.mark_dynamic(tensors[argument], dimensions)
 
@@ -109,6 +111,8 @@ def for_cann(name: str) -> dict:
         arguments |= PUBLIC_KERNEL
     elif name == "npu_hc_pre":
         del arguments["norm_weight"]
+    elif name == "npu_fused_infer_attention_score_v2":
+        del arguments["return_softmax_lse"]
     return arguments
 
 
@@ -336,6 +340,56 @@ def test_attention_becomes_cann_s(name, dynamic, causal, graphs):
             for d, source in zip(op.input_desc, op.input, strict=True)
         }
         assert kinds[given["softmax_max"]] == "Tile" and kinds[given["softmax_sum"]] == "OnesLike"
+
+
+INFER = "npu_fused_infer_attention_score_v2"
+
+
+@pytest.mark.parametrize("mode, pre, seen", [(0, None, 2**31 - 1), (3, None, 2**31 - 1), (4, 9, 9)])
+@pytest.mark.parametrize("pages", ["[pages, P, 1, R]", "[pages, 1, P, R]", "[pages, P, R]"])
+def test_attention_to_latents_becomes_cann_s(pages, mode, pre, seen, graphs):
+    arguments = for_cann(INFER) | dict(sparse_mode=mode)
+    if pre is not None:
+        arguments |= dict(pre_tokens=pre, next_tokens=0)
+    for name in ("key", "value", "key_rope"):
+        x = arguments[name]
+        if pages == "[pages, 1, P, R]":
+            arguments[name] = x.transpose(1, 2).contiguous()
+        elif pages == "[pages, P, R]":
+            arguments[name] = x.squeeze(2)
+    arguments["value"] = arguments["key"]
+    wanted, _ = overload(BY_NAME[INFER])(**arguments)
+    got, _ = convert(INFER, arguments)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    op = node(graphs, BY_NAME[INFER].ge)
+    mask = ["atten_mask"] if mode else []
+    lengths = ["actual_seq_lengths", "actual_seq_lengths_kv"]
+    given = ["query", "key0", "value0", *mask, *lengths, "block_table", "query_rope", "key_rope"]
+    assert inputs_of(op) == given
+    sources = dict(zip([d.name for d in op.input_desc], op.input, strict=True))
+    assert sources["key0"] == sources["value0"]
+    kinds = {f"{each.name}:0": each.type for each in graphs[-1].graph.op}
+    squeezed = pages != "[pages, P, R]"
+    assert [kinds[sources[n]] == "Squeeze" for n in ("key0", "key_rope")] == [squeezed] * 2
+    assert {kinds[sources[n]] for n in lengths} == {"Cast"}
+    attr = op.attr
+    names = ("num_heads", "num_key_value_heads", "sparse_mode", "block_size", "pre_tokens")
+    assert [attr[n].i for n in names] == [4, 1, mode, 16, seen]
+    assert attr["input_layout"].s == b"BSND" and attr["scale"].f == pytest.approx(0.2)
+    assert not attr["softmax_lse_flag"].b
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(return_softmax_lse=True), "`return_softmax_lse` is True: what CANN's"),
+        (dict(learnable_sink=torch.zeros(4)), "`learnable_sink` is not bfloat16"),
+    ],
+    ids=["lse", "sink"],
+)
+def test_what_cann_s_attention_to_latents_lacks_is_refused_by_name(change, message):
+    with pytest.raises(Exception, match=rf"{INFER}: {message}.*npugraph_ex"):
+        convert(INFER, for_cann(INFER) | change)
 
 
 REFUSED = {

@@ -30,6 +30,7 @@ from ...values import is_real
 from ..common import layouts
 from ..sparse_attention.sparse_flash_attention import statistics
 
+GE = "FusedInferAttentionScore"
 NO_LIMIT = 2**31 - 1  # torch_npu's of pre_tokens and next_tokens, here
 WIDEST = 512  # of a latent
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""npu_sparse_attention_score: blocks below, above and of the size of a page, 12 and 16 query heads
-a head of keys, absent blocks and pages."""
+"""npu_sparse_attention_score: blocks below, above and of the size of a page, in place if both are
+whole runs, 8 to 40 query heads a head of keys, absent blocks and pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..case import Arguments, Case, Inputs
+from ..case import Arguments, Case, Inputs, in_rounds
 from ..controls import Control
 
 OP = "npu_sparse_attention_score"
@@ -73,7 +73,7 @@ def paged(
 
 
 def _sinks(heads: int) -> Callable[[Inputs], torch.Tensor]:
-    return lambda x: x.normal(heads, dtype=torch.float32)
+    return lambda x: x.normal(heads, dtype=torch.float32, scale=4.0)
 
 
 def _counts(shared: int, tokens: int, k: int) -> Callable[[Inputs], torch.Tensor]:
@@ -82,6 +82,32 @@ def _counts(shared: int, tokens: int, k: int) -> Callable[[Inputs], torch.Tensor
 
 CASES = (
     Case(OP, "MiniMax-M3, two heads of keys", paged([1, 1], [700, 130], 32, 2, 128, 128, 6)),
+    Case(
+        OP,
+        "blocks of 256, pages of 128, counts, sinks",
+        paged(
+            [2, 0, 1],
+            [700, 9, 300],
+            24,
+            2,
+            64,
+            256,
+            3,
+            spare=1,
+            sinks=_sinks(24),
+            select_num_idx=_counts(2, 4, 3),
+        ),
+    ),
+    Case(
+        OP,
+        "40 heads of one list, several rounds",
+        in_rounds(3 * 128 * 48 * 4, paged([2, 1], [300, 70], 40, 1, 32, 128, 3, own=False)),
+    ),
+    Case(
+        OP,
+        "8 heads, pages of 256",
+        paged([1], [600], 16, 2, 128, 128, 9, page=256, own=False, sinks=_sinks(16)),
+    ),
     Case(OP, "Qwen4-Exp", paged([1], [300], 24, 2, 256, 4, 33, own=False)),
     Case(
         OP,
@@ -102,38 +128,73 @@ CASES = (
     ),
     Case(OP, "blocks of 1", paged([2], [40], 4, 1, 32, 1, 9, page=16, return_softmax_lse=False)),
 )
+# in place, all heads of keys at once; else three kernels a head
+LAUNCHES = {"MiniMax-M3, two heads of keys": 3, "8 heads, pages of 256": 3, "Qwen4-Exp": 6}
+_IN_PLACE, _LAID_OUT = "MiniMax-M3, two heads of keys", "blocks of 48, pages of 16, counts, sinks"
 CONTROLS = tuple(
     Control(title, OP[4:], old, new, case)
     for title, old, new, case in (
         (
-            "values of the first head of keys",
+            "values of the first head of keys, laid out",
             "value[:, :, g : g + 1]",
             "value[:, :, :1]",
-            "MiniMax-M3, two heads of keys",
+            _LAID_OUT,
         ),
         (
-            "blocks of the first head of keys",
-            "index[min(head, len(index) - 1)]",
-            "index[0]",
-            "MiniMax-M3, two heads of keys",
+            "blocks of the first head of keys, laid out",
+            "chosen[min(g, len(chosen) - 1)]",
+            "chosen[0]",
+            _LAID_OUT,
         ),
         (
             "a block more than the count",
-            "there < count[",
-            "there < 1 + count[",
-            "blocks of 48, pages of 16, counts, sinks",
+            "device=index.device) < count[",
+            "device=index.device) < 1 + count[",
+            _LAID_OUT,
         ),
         (
-            "the sinks of the first heads",
+            "the sinks of the first heads, laid out",
             "else sinks[of]",
             "else sinks[:group]",
-            "blocks of 48, pages of 16, counts, sinks",
+            _LAID_OUT,
         ),
         (
             "keys as values",
             "            value,\n            key,\n            index,",
             "            key,\n            key,\n            index,",
             "Qwen4-Exp",
+        ),
+    )
+) + tuple(
+    Control(title, "blocks_in_place", old, new, case)
+    for title, old, new, case in (
+        ("keys of the first head", "key + g * of_key.head", "key", _IN_PLACE),
+        ("values of the first head", "value + g * of_value.head", "value", _IN_PLACE),
+        ("queries of the first heads", "(g * heads.group + h[:, None])", "h[:, None]", _IN_PLACE),
+        (
+            "blocks of the first head of keys",
+            "(unit % lists * tokens + row)",
+            "row",
+            _IN_PLACE,
+        ),
+        ("what a token does not see", "tl.minimum(limit - position, RUN)", "RUN", _IN_PLACE),
+        (
+            "an open run",
+            "(limit + RUN - 1) // RUN",
+            "limit // RUN",
+            "blocks of 256, pages of 128, counts, sinks",
+        ),
+        (
+            "the sinks of the first heads",
+            "sinks + g * heads.group + h, mask",
+            "sinks + h, mask",
+            "blocks of 256, pages of 128, counts, sinks",
+        ),
+        (
+            "the sinks of the first heads, whole tiles",
+            "sinks + g * heads.group + h)",
+            "sinks + h)",
+            "8 heads, pages of 256",
         ),
     )
 )

@@ -319,8 +319,8 @@ CONTROLS = (
     Control(
         "the position of an absent block wraps",
         OP[4:],
-        "tl.minimum(tl.maximum(at, -1), limit // block + 1)",
-        "at",
+        "tl.minimum(tl.maximum(entry, -1), limit // block + 1)",
+        "entry",
         "paged, blocks of 4",
     ),
     Control(
