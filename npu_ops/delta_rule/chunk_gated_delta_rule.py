@@ -562,8 +562,8 @@ def forward(
         return out, state.to(kind)
     group = value_heads // heads
     scale = key_size**-0.5 if scale is None else scale
-    # of a token at the most: W, E and N, squares by chunk and by pair of chunks, and a state
-    each = value_heads * (4 * key_size + 2 * value_size + value_size * key_size // 64 + 832)
+    # of a token at the most: W, E and N, a state, squares by chunk and by pair, and its growth
+    each = value_heads * (4 * key_size + 2 * value_size + value_size * key_size // 64 + 708)
     each += heads * 768
     at_once = tiling.at_once(tokens, each)
     if at_once < tokens:

@@ -4,8 +4,8 @@
 
 The scalar part (addresses, loop bounds, lengths read from global memory) is evaluated with the
 launch's own arguments; what the cube and the vector units do is only counted.  A branch on a value
-that the vector unit computed is taken; a loop that it bounds runs once.  Of a long loop some turns
-are walked.
+that the vector unit computed is taken; a loop that it bounds runs once; a copy that it bounds is of
+the whole tile.  Of a long loop some turns are walked.
 
 The time is an ESTIMATE, from public rates and the assumptions below.  Within the cube's half or the
 vectors' half of a program its units work at the same time, and the slowest decides; a copy takes
@@ -410,6 +410,8 @@ class _Walker:
         if s.kind == "memref.subview":
             groups = re.findall(r"\[([^\]]*)\]", s.text)
             sizes = [self.number(x, env) for x in groups[1].split(",")] if groups[1] else []
+            if len(sizes) == len(source.extents):
+                sizes = [n if x is None else x for x, n in zip(sizes, source.extents, strict=True)]
             return replace(source, extents=sizes, tensor=None, offset=None)
         if s.kind == "memref.view":
             made = _type(s.text.rpartition(" to ")[2])

@@ -452,6 +452,28 @@ def test_a_launch_has_a_head_and_one_memory():
     assert us == (pytest.approx(2 * 48 * 2**20 / cost.MEMORY), "memory")
 
 
+@pytest.mark.parametrize(("length", "bytes_"), [("%c1", 128), ("%vector", 256)])
+def test_a_copy_whose_length_the_vectors_computed_is_of_a_whole_tile(length, bytes_):
+    tile, there = f"memref<2x32xf32, {UB}>", f"memref<2x32xf32, strided<[32, 1]>, {GM}>"
+    head = f"%arg0: i64, %arg1: memref<?xi8, {GM}>, %arg2: memref<?xf32, {GM}>"
+    hivm = f"""
+  func.func @k({head}) attributes {{hivm.func_core_type = #hivm.func_core_type<AIV>}} {{
+    %c0_i64 = arith.constant 0 : i64
+    %c0 = arith.constant 0 : index
+    %c1 = arith.constant 1 : index
+    %tile = hivm.hir.pointer_cast(%c0_i64) : {tile}
+    %vector = memref.load %tile[%c0, %c0] : {tile}
+    %at = memref.reinterpret_cast %arg2 to offset: [0], sizes: [2, 32], strides: [32, 1] : {there}
+    %from = memref.subview %tile[0, 0] [{length}, 32] [1, 1] : {tile}
+    %to = memref.subview %at[0, 0] [{length}, 32] [1, 1] : {there}
+    func.call @store_ubuf_to_gm_2d_float(%from, %to, %c0) : ({tile}, {there}, index) -> ()
+    return
+  }}
+"""
+    (half,) = cost.of(hivm, [torch.zeros(64)], (1,))
+    assert half.copied("stores") == bytes_
+
+
 def test_operations_of_the_vectors_take_turns_of_256_bytes():
     """Two operands are read in two turns, a cast is as long as its wider side."""
     half, taken = cost.Cost(), []
