@@ -44,6 +44,7 @@ def register() -> None:
         "DeepseekV32ForCausalLM": "mla:DeepseekV32ForCausalLM",
         "GlmMoeDsaForCausalLM": "mla:GlmMoeDsaForCausalLM",
         "DeepseekV32MTPModel": "mla:DeepseekV32MTP",  # the drafts of both
+        "DeepseekV4ForCausalLM": "deepseek_v4:DeepseekV4ForCausalLM",
         "KimiLinearForCausalLM": "kimi:KimiLinearForCausalLM",
     }
     for model, name in ours.items():
