@@ -134,6 +134,13 @@ V4: dict[str, Any] = dict(
     bos_token_id=256,
     eos_token_id=257,
 )
+KIMI_EXPERTS: dict[str, Any] = dict(
+    KIMI,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    first_k_dense_replace=1,
+)
 EMBEDDED = 4.0
 # checkpoint -> Transformers' model and configuration, its sizes
 CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -163,6 +170,7 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA),
     "deepseek_v4": ("DeepseekV4ForCausalLM", "DeepseekV4Config", V4),
     "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearConfig", KIMI),
+    "kimi_linear_experts": ("KimiLinearForCausalLM", "KimiLinearConfig", KIMI_EXPERTS),
 }
 
 
@@ -225,7 +233,9 @@ def add_drafts(file: Path) -> None:
 
 RELEASED = {
     # Transformers calls a layer without experts what it calls one that has them
-    "kimi": {"block_sparse_moe": "mlp"},
+    "kimi": {
+        f"block_sparse_moe.{each}_proj": f"mlp.{each}_proj" for each in ("gate", "up", "down")
+    },
     # and gives back some of the names
     "deepseek_v4": {
         "model.embed_tokens": "embed",

@@ -40,6 +40,7 @@ KIMI = {
     "npu_fused_infer_attention_score_v2",
     "npu_gated_delta_layer_decode",
 }
+V4 = {"npu_sparse_attention_v4_pto"}
 # checkpoint -> the ops that must have run
 MODELS = {
     "deepseek_v32": SPARSE,
@@ -50,12 +51,22 @@ MODELS = {
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
     "kimi_linear": KIMI,
+    "kimi_linear_experts": KIMI,
+    "deepseek_v4": V4,
 }
 # on a CPU vLLM keeps no prefixes for latent attention, but makes blocks of states as if it did
-ALONE: dict[str, dict[str, Any]] = {"kimi_linear": dict(enable_prefix_caching=False)}
-MIXED = ("deepseek_v32", "glm_52", "qwen3_next", "kimi_linear")
-# checkpoint -> heads of a layer; on two ranks, gloo between them, each has half
-RANKS = {"deepseek_v32": 8, "glm_52": 8, "qwen3_next": 4}
+ALONE: dict[str, dict[str, Any]] = {
+    name: dict(enable_prefix_caching=False) for name in ("kimi_linear", "kimi_linear_experts")
+}
+MIXED = ("deepseek_v32", "glm_52", "qwen3_next", "kimi_linear", "deepseek_v4")
+# checkpoint -> heads of its layers; on two ranks, gloo between them, each has half
+RANKS = {
+    "deepseek_v32": [8],
+    "glm_52": [8],
+    "qwen3_next": [4],
+    "kimi_linear_experts": [4, 8],
+    "deepseek_v4": [4],
+}
 # prompts in parts of up to so many tokens a step; what was kept of them is not computed again
 KEPT: dict[str, dict[str, Any]] = {
     "deepseek_v32": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=16),
@@ -63,6 +74,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "deepseek_v32_drafts": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=16),
     "qwen3_next": dict(max_num_batched_tokens=128, max_num_seqs=4),
     "kimi_linear": dict(max_num_batched_tokens=128, max_num_seqs=4),
+    "deepseek_v4": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=32),
 }
 DRAFTS: dict[str, Any] = dict(
     speculative_config=dict(method="mtp", num_speculative_tokens=2),
@@ -171,7 +183,7 @@ def ranks(serve):
     """The same of two ranks, two requests at a time; and with drafts."""
     two: dict[str, Any] = dict(max_num_seqs=2, tensor_parallel_size=2)
     drafts = dict(DRAFTS, enable_prefix_caching=False, tensor_parallel_size=2)
-    jobs = [(name, UNEVEN, two) for name in RANKS]
+    jobs = [(name, UNEVEN, dict(ALONE.get(name, {}), **two)) for name in RANKS]
     jobs += [(name, [COUNT] * 5, drafts) for name in DRAFTED]
     return dict(zip([*RANKS, *DRAFTED], serve(*jobs), strict=True))
 
@@ -182,8 +194,8 @@ def test_two_ranks_share_the_heads(name, ranks, answers, expected):
     assert answer["mixed"]
     assert answer["tokens"] == [all[:n] for all, n in zip(expected[name], UNEVEN, strict=True)]
     assert MODELS[name] <= set(answer["ops"])
-    assert answer["heads"] == [[RANKS[name] // 2]] * 2
-    assert answers[name]["heads"] == [[RANKS[name]]]
+    assert answer["heads"] == [[heads // 2 for heads in RANKS[name]]] * 2
+    assert answers[name]["heads"] == [RANKS[name]]
 
 
 @pytest.mark.parametrize("name", DRAFTED)
@@ -200,7 +212,7 @@ def test_two_ranks_check_the_same_drafts(name, ranks, answers, expected):
 @pytest.mark.parametrize("name", [*MODELS, *FP8])
 def test_no_weight_is_kept_twice(name, answers):
     """The layer's op reads vLLM's, but for half of an up-projection."""
-    assert answers[name]["copies"] == ([] if MODELS.get(name) in (DELTA, KIMI) else ["w_uk"])
+    assert answers[name]["copies"] == ([] if MODELS.get(name) in (DELTA, KIMI, V4) else ["w_uk"])
 
 
 @pytest.mark.parametrize("name", FP8)
