@@ -24,6 +24,7 @@ from custom.dispatch.errors import BackendUnavailable, NotSupported
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import custom
 from custom.integrations import vllm
 from custom.integrations.engines import check_version, refuse_unread
 from custom.integrations.vllm import modes
@@ -251,13 +252,76 @@ def test_the_calls_of_vllm_ascend_are_our_ops(device_op):
         torch.testing.assert_close(out[token], logits.softmax(-1) @ pages[0])
 
 
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("narrow", [False, True], ids=["keys of 16 bits", "keys of 8 bits"])
+def test_vllm_ascend_s_latents_of_8_bits(narrow, merged, device_op):
+    """Rows of 656 bytes in the place of latents and rotary keys; index keys stand behind them."""
+    ascend = importlib.import_module("custom.integrations.vllm.ascend")
+    ascend.register()
+    operator = device_op.DeviceOperator
+    operator._format_sparse_flash_attention_output = staticmethod(
+        lambda out, largest, total, lse: (out, largest, total) if lse else out
+    )
+    torch.manual_seed(0)
+    lengths, ends, tokens, heads = torch.tensor([37, 20]), torch.tensor([3, 5]), 5, 4
+    table = torch.tensor([[2, 0, 3], [1, 4, -1]])
+    slots = torch.arange(5 * 16)
+    rows = torch.zeros(5, 16, 1, 656, dtype=torch.int8)
+    latents, rotary = torch.randn(len(slots), 512), torch.randn(len(slots), 64).bfloat16()
+    layout: dict[str, Any] = dict(kind="int8", row_layout="nope_rope_scale")
+    custom.npu_latent_cache_write(latents, rotary, rows, slots, **layout)
+    keys = torch.randn(5, 16, 1, 128)
+    caches: tuple[Tensor, ...] = (rows, keys)
+    query, scale = torch.randn(tokens, 6, 128), None
+    if narrow:
+        query, scale = torch.randint(-9, 9, query.shape).to(torch.int8), torch.ones(tokens, 6)
+        scale = scale.half()
+        caches = (rows, keys.mul(9).to(torch.int8), torch.ones(5, 16, 1, 1).half())
+    batch, impl = SimpleNamespace(block_table=table), SimpleNamespace(scale=0.04)
+    selected = operator.indexer_select_post_process(
+        impl,
+        query,
+        scale,
+        query.shape,
+        torch.rand(tokens, 6),
+        caches,
+        batch,
+        ends,
+        lengths,
+        narrow,
+        False,
+    )
+    q, q_rope = torch.randn(tokens, heads, 512), torch.randn(tokens, heads, 64)
+    found = operator.execute_sparse_flash_attention_process(
+        impl,
+        q.bfloat16(),
+        q_rope.bfloat16(),
+        caches,
+        selected,
+        batch,
+        ends,
+        lengths,
+        return_lse=merged,
+    )
+    out, *statistics = found if merged else (found,)
+    q, q_rope = q.bfloat16().float(), q_rope.bfloat16().float()
+    for token, (request, seen) in enumerate([(0, 35), (0, 36), (0, 37), (1, 19), (1, 20)]):
+        places = table[request].clamp(min=0)[:, None] * 16 + torch.arange(16)
+        places = places.flatten()[:seen]
+        logits = 0.04 * (q[token] @ latents[places].T + q_rope[token] @ rotary[places].float().T)
+        # int8 with a scale for 128 values, and bfloat16
+        torch.testing.assert_close(
+            out[token].float(), logits.softmax(-1) @ latents[places], rtol=0.02, atol=0.02
+        )
+        if merged:
+            largest, total = (each[0, token] for each in statistics)
+            torch.testing.assert_close(
+                largest + total.log(), logits.logsumexp(-1), rtol=0.02, atol=0.02
+            )
+
+
 def test_vllm_ascend_is_refused_where_it_was_not_tried(device_op):
     ascend = importlib.import_module("custom.integrations.vllm.ascend")
-    caches = (torch.zeros(1, 16, 1, 656, dtype=torch.int8),)
-    with pytest.raises(NotSupported, match="without latents of 8 bits"):
-        ascend.SparseOperator.execute_sparse_flash_attention_process(
-            None, None, None, caches, None, None, None, None
-        )
     ascend.DeviceOperator = type("A5DeviceAdaptor", (ascend.BaseDeviceAdaptor,), {})
     with pytest.raises(NotSupported, match="has a A5DeviceAdaptor; unset"):
         ascend.register()
