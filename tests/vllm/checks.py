@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -89,22 +90,24 @@ RELOADED = ("deepseek_v32", "qwen3_5", "kimi_linear")
 FP8 = {"deepseek_v32_one": "fp8", "glm_5_one": "fp8_ds_mla"}
 
 
+ENVIRONMENT = {
+    **os.environ,
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    # what our layers have seen is asked of other processes by functions
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
 def run(module: str, *arguments: object, **variables: str) -> str:
     """What the module printed, if it succeeded."""
     done = subprocess.run(
         [sys.executable, "-m", f"tests.vllm.{module}", *map(str, arguments)],
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            # what our layers have seen is asked of other processes by functions
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_NO_USAGE_STATS": "1",
-            **variables,
-        },
+        env=ENVIRONMENT | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -317,6 +320,24 @@ def test_ranks_have_requests_of_their_own(folder, tmp_path, expected):
         tokens = [each for answer in both.map(served, range(2)) for each in answer]
     counts = [*[COUNT] * 3, *UNEVEN[:2]]
     assert tokens == [all[:n] for all, n in zip(expected[name], counts, strict=True)]
+
+
+def test_a_load_test_shows_both(tmp_path):
+    """Ours run where they are turned on, and nowhere else."""
+    plot = tmp_path / "both.png"
+    script = Path(__file__).parents[2] / "examples" / "serve_engine.py"
+    sizes = ["--requests", "4", "--rate", "50", "--new-tokens", "8", "--prompt-tokens", "64"]
+    done = subprocess.run(
+        [sys.executable, script, *sizes, "--plot", plot],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
+    _, ours, theirs = re.split("^(?:ours|vLLM's own):$", done.stdout, flags=re.M)
+    assert set(ours.split()) >= DELTA and "npu_" not in theirs
+    assert re.findall(r"^\| (\w.*?) \|", theirs, re.M) == ["ours", "vLLM's own"]
+    assert plot.stat().st_size > 10_000
 
 
 def test_nothing_happens_unless_it_is_turned_on(serve):
