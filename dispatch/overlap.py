@@ -51,8 +51,8 @@ def refuse(
     others = [name for name in tensors if name not in caches]
     for one, other in combinations(caches, 2):
         a, b = tensors[one], tensors[other]
-        pooled = {one, other} <= table.keys() and table[one] != table[other] and same_pages(a, b)
-        if not pooled and overlap(a, b):
+        tabled = {one, other} <= table.keys() and table[one] != table[other]
+        if overlap(a, b) and not (tabled and same_pages(a, b)):
             raise ValueError(
                 f"{op}: `{one}` and `{other}` overlap in memory, expected tensors that are apart, "
                 "as both are written. Give each memory of its own."
