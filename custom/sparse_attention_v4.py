@@ -80,6 +80,9 @@ def npu_sparse_attention_v4_pto(
     j from seqused[i] on, the output is 0 and nothing is written, whatever `x` holds; sines and
     cosines are finite there too. To take tokens back, start the next call earlier.
 
+    Caches with different tables may have their pages from one pool, where page i of the one is
+    page i of the other: the caller's tables keep them apart.
+
     Formula: DeepSeek-V4's attention (DeepSeek-AI, 2026). Every intermediate is rounded to the dtype
     of `x`, but for the compressors' states, which stay in float32.
 

@@ -40,6 +40,8 @@ class Spec:
     setup_context: (ctx, the arguments by name, output) saves what `backward` needs.
     backward: (ctx, *grads) gives the gradients by the arguments' names; of an argument that it
         leaves out there is none.
+    tables: the caches of each page table, where those of different ones may have their pages from
+        one pool; `TABLES` there.
     """
 
     schema: str
@@ -52,6 +54,7 @@ class Spec:
     onnx: str | None
     setup_context: Callable[..., None] | None
     backward: Callable[..., dict[str, Any]] | None
+    tables: tuple[tuple[str, ...], ...]
 
     @property
     def name(self) -> str:
@@ -81,9 +84,10 @@ class Spec:
             getattr(op, "ONNX", None),
             getattr(op, "setup_context", None),
             getattr(op, "backward", None),
+            getattr(op, "TABLES", ()),
         )
         variants: tuple[Variant, ...] = getattr(op, "VARIANTS", ())
         return own, *(
-            cls(x.schema, family, file, x.check, x.fake, x.function, x.ge, x.onnx, None, None)
+            cls(x.schema, family, file, x.check, x.fake, x.function, x.ge, x.onnx, None, None, ())
             for x in variants
         )

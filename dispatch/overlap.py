@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """What one call writes is apart in memory from all else that it gets: views of one pool may be, or
-not."""
+not; or page i of one cache is page i of another, which has a table of its own."""
 
 from __future__ import annotations
 
@@ -35,13 +35,24 @@ def interleaved(starts: Sequence[int], spans: Sequence[int]) -> tuple[tuple[int,
     return tuple(found)
 
 
-def refuse(op: str, written: Sequence[str], arguments: Mapping[str, Any]) -> None:
-    """Where what is written shares memory with any other argument."""
+def refuse(
+    op: str,
+    written: Sequence[str],
+    arguments: Mapping[str, Any],
+    tables: Sequence[Sequence[str]] = (),
+) -> None:
+    """Where what is written shares memory with any other argument.
+
+    `tables`: the caches of each.  Those of different ones may have their pages from one pool.
+    """
+    table = {cache: number for number, caches in enumerate(tables) for cache in caches}
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     caches = [name for name in written if name in tensors]
     others = [name for name in tensors if name not in caches]
     for one, other in combinations(caches, 2):
-        if overlap(tensors[one], tensors[other]):
+        a, b = tensors[one], tensors[other]
+        tabled = {one, other} <= table.keys() and table[one] != table[other]
+        if overlap(a, b) and not (tabled and same_pages(a, b)):
             raise ValueError(
                 f"{op}: `{one}` and `{other}` overlap in memory, expected tensors that are apart, "
                 "as both are written. Give each memory of its own."
@@ -59,6 +70,13 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     if not a.numel() or not b.numel() or a.device != b.device:
         return False
     return _meet(b.data_ptr() - a.data_ptr(), _dims(a), _dims(b))
+
+
+def same_pages(a: Tensor, b: Tensor) -> bool:
+    """Whether what is at one index of the first dimension meets that alone in the other."""
+    page, other = (x.stride(0) * x.itemsize for x in (a, b))
+    ahead = b.data_ptr() - a.data_ptr()
+    return page == other and span(a[0]) - page <= ahead <= page - span(b[0])
 
 
 def _dims(tensor: Tensor) -> Dims:

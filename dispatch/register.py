@@ -111,7 +111,7 @@ def _preparing(spec: Spec, key: str) -> backends.Prepare:
             return replay.call(alike.tensors, args, kwargs)
         _refuse_freed(spec, bound(args, kwargs))
         arguments = _checked(spec, args, kwargs)
-        overlap.refuse(spec.name, [name for _, name in writes], arguments)
+        overlap.refuse(spec.name, [name for _, name in writes], arguments, spec.tables)
         runner = backends.runner(spec, key, arguments)
         ran = partial(cached.keep, alike, backends.Replay(runner, bound)) if alike else None
         return Call(runner.ready(arguments), runner.function, (), arguments, ran)

@@ -4,6 +4,7 @@
 is wrong with its options before it imports what does."""
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -158,3 +159,20 @@ def serving() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         "--stop", metavar="TEXT", action="append", default=[], help="one token, the end; repeat"
     )
     return parser, parser.parse_args()
+
+
+def load_test(doc: str | None) -> argparse.Namespace:
+    """Of serve_engine.py."""
+    parser = parser_of(doc)
+    said = "a checkpoint, else a small random Qwen3-Next"
+    parser.add_argument("--model", metavar="PATH", help=said)
+    parser.add_argument("--requests", type=at_least(1), default=32, help="how many; 32")
+    said = "that arrive in a second, at random times; 4"
+    parser.add_argument("--rate", type=at_least(0.001), default=4.0, help=said)
+    said = "of a prompt, from a quarter to all of it; 256"
+    parser.add_argument("--prompt-tokens", type=at_least(4), default=256, help=said)
+    parser.add_argument("--new-tokens", type=at_least(2), default=64, help="of an answer; 64")
+    said = "more arguments of vLLM's EngineArgs, as JSON"
+    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help=said)
+    parser.add_argument("--plot", type=in_a_folder, metavar="FILE", help="draw both there")
+    return parser.parse_args()

@@ -412,6 +412,55 @@ def test_caches_whose_pages_take_turns():
         run(op, **narrow)
 
 
+POOLED = "npu_sparse_attention_v4_pto"
+
+
+def of_one_pool(good: dict[str, Any]) -> dict[str, Any]:
+    """Every cache begins at page 0 of a pool, and each has every third page: those of its table."""
+    page = 2 * max(x[0].nbytes for name, x in good.items() if name in mutated(BY_NAME[POOLED]))
+    pool, made = torch.zeros(25, page, dtype=torch.uint8)[:24], dict(good)
+    tables = ("ori_block_table", "state_block_table", "cmp_block_table")
+    for number, (table, caches) in enumerate(zip(tables, BY_NAME[POOLED].tables, strict=True)):
+        made[table] = torch.where(good[table] < 0, -1, 3 * good[table] + number)
+        at = 0
+        for name in caches:
+            if (x := good.get(name)) is None:
+                continue
+            rows = pool[:, at : at + x[0].nbytes].view(x.dtype)
+            made[name] = rows.unflatten(1, x.shape[1:])
+            made[name][number : number + 3 * len(x) : 3] = x
+            at += x[0].nbytes
+    return made
+
+
+def test_caches_with_tables_of_their_own_share_a_pool():
+    """As an engine has them."""
+    good = of(POOLED)
+    wanted = everything(BY_NAME[POOLED], overload(BY_NAME[POOLED]), good)
+    arguments = of_one_pool(good)
+    out = run(POOLED, **arguments)
+    number = {name: i for i, caches in enumerate(BY_NAME[POOLED].tables) for name in caches}
+    kept = [
+        arguments[name][number[name] : number[name] + 3 * len(good[name]) : 3]
+        for name in mutated(BY_NAME[POOLED])
+        if name in good
+    ]
+    assert_same([*outputs(out), *kept], wanted)
+
+
+@pytest.mark.parametrize(
+    ("other", "moved"), [("idx_k", 0), ("cmp_state", 1)], ids=["one table", "a page of two"]
+)
+def test_pages_that_a_table_does_not_keep_apart_are_refused(other, moved):
+    """Of one table; or where a page of the one meets two of the other."""
+    arguments = of_one_pool(of(POOLED))
+    x, like = arguments["cmp_kv"], arguments[other]
+    start = x.storage_offset() + moved * (x.stride(0) - 4)
+    arguments[other] = x.as_strided(like.shape, like.stride(), start)
+    with pytest.raises(ValueError, match=f"^{POOLED}: `.*` and `.*` overlap"):
+        run(POOLED, **arguments)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_overlap_is_that_of_the_bytes(seed):
     """Against sets of bytes; dimensions in any order, gaps, three sizes of numbers, some twice."""

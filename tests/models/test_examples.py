@@ -24,7 +24,7 @@ SMALL = {
     "serve.py": ["--new-tokens", "4"],
 }
 # these have tests of their own
-APART = ("parallel_decode.py", "train_indexer.py")
+APART = ("parallel_decode.py", "serve_engine.py", "train_indexer.py")
 SCRIPTS = sorted(
     p.name
     for p in (ROOT / "examples").glob("*.py")

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,43 @@ KIMI: dict[str, Any] = dict(
         kda_layers=[1, 2, 4],
     ),
 )
+# a window alone, entries of 4 tokens that are selected, and all entries of 8
+V4: dict[str, Any] = dict(
+    vocab_size=320,
+    hidden_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    head_dim=64,
+    q_lora_rank=64,
+    partial_rotary_factor=0.25,
+    layer_types=[
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+    ],
+    mlp_layer_types=["hash_moe", "moe", "moe"],
+    sliding_window=32,
+    compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=8),
+    o_groups=2,
+    o_lora_rank=32,
+    index_n_heads=32,
+    index_head_dim=32,
+    index_topk=16,
+    moe_intermediate_size=32,
+    n_routed_experts=256,  # vLLM's router for CPUs has these numbers alone
+    num_experts_per_tok=6,
+    max_position_embeddings=2048,
+    rope_parameters=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=512),
+    bos_token_id=256,
+    eos_token_id=257,
+)
+KIMI_EXPERTS: dict[str, Any] = dict(
+    KIMI,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    first_k_dense_replace=1,
+)
 EMBEDDED = 4.0
 # checkpoint -> Transformers' model and configuration, its sizes
 CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -130,7 +168,9 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**DELTA, **EXPERTS, "mlp_only_layers": [1, 2], "num_nextn_predict_layers": 1},
     ),
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA),
+    "deepseek_v4": ("DeepseekV4ForCausalLM", "DeepseekV4Config", V4),
     "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearConfig", KIMI),
+    "kimi_linear_experts": ("KimiLinearForCausalLM", "KimiLinearConfig", KIMI_EXPERTS),
 }
 
 
@@ -191,14 +231,39 @@ def add_drafts(file: Path) -> None:
     save_file(weights | {name: each.clone() for name, each in more.items()}, file, {"format": "pt"})
 
 
-def name_as_released(file: Path) -> None:
-    """Transformers calls a layer without experts what it calls one that has them."""
-    weights = load_file(file)
-    save_file(
-        {name.replace("block_sparse_moe", "mlp"): each for name, each in weights.items()},
-        file,
-        {"format": "pt"},
+RELEASED = {
+    # Transformers calls a layer without experts what it calls one that has them
+    "kimi": {
+        f"block_sparse_moe.{each}_proj": f"mlp.{each}_proj" for each in ("gate", "up", "down")
+    },
+    # and gives back some of the names
+    "deepseek_v4": {
+        "model.embed_tokens": "embed",
+        "model.hc_head.hc_": "hc_head_",
+        "model.": "",
+        "attn.norm": "attn.kv_norm",
+    },
+}
+
+
+def configure_as_released(file: Path) -> None:
+    """DeepSeek-V4's configuration as vLLM 0.32 reads it, without the names of Transformers."""
+    config = json.loads(file.read_text())
+    kinds, rates = config.pop("layer_types"), config.pop("compress_rates")
+    config |= dict(
+        compress_ratios=[rates.get(kind, 0) for kind in kinds],
+        num_hash_layers=config.pop("mlp_layer_types").count("hash_moe"),
+        topk_method="noaux_tc",
+        expert_dtype="none",  # of 4 bits, if nothing is said
     )
+    file.write_text(json.dumps(config))
+
+
+def name_as_released(file: Path, names: dict[str, str]) -> None:
+    weights = load_file(file)
+    for old, new in names.items():
+        weights = {name.replace(old, new): each for name, each in weights.items()}
+    save_file(weights, file, {"format": "pt"})
 
 
 def make(folder: Path, name: str) -> Any:
@@ -210,6 +275,12 @@ def make(folder: Path, name: str) -> Any:
     for weight in model.parameters():
         if weight.ndim == 2:
             torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    for part, weight in model.named_parameters() if name.startswith("deepseek_v4") else ():
+        if "hc" in part or "position_bias" in part or "sinks" in part:
+            torch.nn.init.normal_(weight, std=0.1 if part.endswith("fn") else 0.5)
+    for part, table in model.named_buffers():
+        if part.endswith("tid2eid"):
+            table.random_(0, config.n_routed_experts)
     for layer in model.model.layers if name.startswith("kimi") else ():
         if hasattr(layer.self_attn, "conv1d"):
             torch.nn.init.normal_(layer.self_attn.conv1d.weight, std=0.5)
@@ -225,7 +296,10 @@ def make(folder: Path, name: str) -> Any:
     model.save_pretrained(folder / name)
     if drafts:
         add_drafts(folder / name / "model.safetensors")
-    if name.startswith("kimi"):
-        name_as_released(folder / name / "model.safetensors")
+    for start, names in RELEASED.items():
+        if name.startswith(start):
+            name_as_released(folder / name / "model.safetensors", names)
+    if name.startswith("deepseek_v4"):
+        configure_as_released(folder / name / "config.json")
     save_tokenizer(folder / name)
     return model.eval()

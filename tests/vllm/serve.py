@@ -64,6 +64,8 @@ def keeping() -> AbstractContextManager[Any]:
             (config.scheduler_config, "enable_chunked_prefill"),
             (config.cache_config, "enable_prefix_caching"),
         ]
+        if config.cache_config.user_specified_block_size:
+            asked.append((config.cache_config, "block_size"))
         values = [getattr(part, name) for part, name in asked]
         check(config)
         for (part, name), value in zip(asked, values, strict=True):
@@ -85,6 +87,40 @@ def kimi_on_a_cpu() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def v4_on_a_cpu() -> Iterator[None]:
+    """vLLM's hyper-connections for CPUs take no float32: ours in their place."""
+    from vllm.model_executor.layers import mhc
+
+    from custom import npu_hc_post, npu_hc_pre
+
+    def pre(_: Any, residual: Any, fn: Any, hc_scale: Any, hc_base: Any, **more: Any) -> Any:
+        given = dict(
+            hc_sinkhorn_iters=more["sinkhorn_repeat"],
+            norm_eps=more["rms_eps"],
+            hc_eps=more["hc_pre_eps"],
+        )
+        y, post, comb = npu_hc_pre(residual, fn, hc_scale, hc_base, **given)
+        return post[..., None], comb, y
+
+    def post(_: Any, x: Any, residual: Any, gates: Any, comb: Any) -> Any:
+        return npu_hc_post(x, residual, gates[..., 0], comb)
+
+    def head(_: Any, x: Any, *weights: Any) -> Any:
+        *weights, norm_eps, hc_eps = weights
+        return npu_hc_pre(x, *weights, norm_eps=norm_eps, hc_eps=hc_eps)[0]
+
+    with (
+        patch.object(mhc.MHCPreOp, "forward_cpu", pre),
+        patch.object(mhc.MHCPostOp, "forward_cpu", post),
+        patch.object(mhc.HCHeadOp, "forward_cpu", head),
+    ):
+        yield
+
+
+ON_A_CPU = {"kimi_linear": kimi_on_a_cpu, "deepseek_v4": v4_on_a_cpu}
+
+
 def seen(model: Any) -> dict[str, set[Any]]:
     """Of a rank: the ops that ran, the op's matrices that are none of the model's parameters, and
     the heads of our layers."""
@@ -94,7 +130,7 @@ def seen(model: Any) -> dict[str, set[Any]]:
     theirs = {each.untyped_storage().data_ptr() for each in model.parameters()}
     ours = {
         kind: [each for each in model.modules() if type(each).__name__ == kind]
-        for kind in ("SparseMLA", "GatedDelta", "DenseLatent", "KimiDelta")
+        for kind in ("SparseMLA", "GatedDelta", "DenseLatent", "KimiDelta", "CompressedAttention")
     }
     return dict(
         ops={op for op, _ in log.calls},
@@ -106,14 +142,14 @@ def seen(model: Any) -> dict[str, set[Any]]:
             if each.untyped_storage().data_ptr() not in theirs
         },
         heads={layer.uk.shape[0] for layer in ours["SparseMLA"] + ours["DenseLatent"]}
-        | {layer.A_log.shape[0] for layer in ours["GatedDelta"] + ours["KimiDelta"]},
+        | {layer.A_log.shape[0] for layer in ours["GatedDelta"] + ours["KimiDelta"]}
+        | {layer.attn_sink.shape[0] for layer in ours["CompressedAttention"]},
     )
 
 
 def weights_at(model: Any) -> list[int]:
     """The addresses of a model's parameters and of what our layers have copied of them."""
-    layers = [each for each in model.modules() if type(each).__name__ == "SparseMLA"]
-    copies = [each for layer in layers for each in layer.copies.values()]
+    copies = [each for x in model.modules() for each in getattr(x, "copies", {}).values()]
     return [each.data_ptr() for each in [*model.parameters(), *copies]]
 
 
@@ -148,8 +184,10 @@ def job(checkpoint: str, counts: list[int], options: dict[str, Any]) -> dict[str
     with ExitStack() as changes:
         if options.get("enable_prefix_caching"):
             changes.enter_context(keeping())
-        if "kimi" in Path(checkpoint).name:
-            changes.enter_context(kimi_on_a_cpu())
+        for name, change in ON_A_CPU.items():
+            if Path(checkpoint).name.startswith(name):
+                changes.enter_context(change())
+                given["worker_extension_cls"] = "tests.vllm.worker.Extension"
         llm = LLM(model=checkpoint, **{**given, **options})
     if reloaded:
         addresses = llm.apply_model(lose_weights)

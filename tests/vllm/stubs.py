@@ -17,6 +17,7 @@ import builtins
 import shutil
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "stubs"
@@ -37,6 +38,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
                 "lora_config",
                 "model_config",
                 "parallel_config",
+                "quant_config",
                 "speculative_config",
             ),
         },
@@ -55,6 +57,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         "vllm.config.speculative": {
             "SpeculativeConfig": ("draft_model_config", "method", "num_speculative_tokens")
         },
+        "vllm.distributed.communication_op": {"tensor_model_parallel_all_reduce": EVERY},
         "vllm.distributed.parallel_state": {"get_tensor_model_parallel_world_size": EVERY},
         "vllm.forward_context": {
             "ForwardContext": ("attn_metadata", "no_compile_layers"),
@@ -72,8 +75,9 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         },
         "vllm.model_executor.layers.linear": {
             "ColumnParallelLinear": ("__init__",),
+            "MergedColumnParallelLinear": ("__init__",),
             "ReplicatedLinear": ("__init__",),
-            "RowParallelLinear": ("__init__",),
+            "RowParallelLinear": ("__init__", "reduce_results"),
         },
         "vllm.model_executor.layers.mamba.abstract": {"MambaBase": ("kv_cache",)},
         "vllm.model_executor.layers.mamba.gdn.base": {
@@ -121,6 +125,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "MultiHeadLatentAttentionWrapper": ("__init__", "forward"),
         },
         "vllm.model_executor.layers.sparse_attn_indexer": {"SparseAttnIndexer": ("__init__",)},
+        "vllm.model_executor.model_loader.weight_utils": {"sharded_weight_loader": EVERY},
         "vllm.model_executor.models.deepseek_mtp": {"DeepSeekMTP": ("__init__",)},
         "vllm.model_executor.models.deepseek_v2": {
             "DeepseekV2ForCausalLM": ("__init__",),
@@ -141,6 +146,19 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "ModelRegistry": EVERY,
             "_ModelRegistry": ("register_model",),
         },
+        "vllm.model_executor.models.utils": {"extract_layer_index": EVERY},
+        "vllm.models.deepseek_v4": {"DeepseekV4ForCausalLM": EVERY},
+        "vllm.models.deepseek_v4.attention": {"DeepseekV4Attention": ("__init__", "forward")},
+        "vllm.models.deepseek_v4.common.rope": {"build_deepseek_v4_rope": EVERY},
+        "vllm.models.deepseek_v4.cpu.model": {
+            "DeepseekV4CPUAttention": EVERY,
+            "DeepseekV4ForCausalLM": ("__init__",),
+        },
+        "vllm.models.deepseek_v4.cpu.cpu_sparse": {"DeepseekV4CPUAttention": ("__init__",)},
+        "vllm.models.deepseek_v4.nvidia.model": {
+            "DeepseekV4ForCausalLM": ("__init__",),
+            "_select_dsv4_attn_cls": EVERY,
+        },
         "vllm.models.kimi_k3.nvidia": {},
         "vllm.models.kimi_k3.nvidia.mla": {"MultiHeadLatentAttention": ("__init__", "forward")},
         "vllm.models.kimi_k3.nvidia.model": {
@@ -159,15 +177,22 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
                 "get_supported_kernel_block_sizes",
                 "is_mla",
                 "is_sparse",
+                "supported_kv_cache_layouts",
             ),
             "AttentionCGSupport": ("UNIFORM_BATCH",),
-            "AttentionMetadataBuilder": ("__init__", "_cudagraph_support", "build"),
+            "AttentionMetadataBuilder": (
+                "__init__",
+                "_cudagraph_support",
+                "build",
+                "reorder_batch_threshold",
+            ),
             "CommonAttentionMetadata": (
                 "block_table_tensor",
                 "max_query_len",
                 "num_actual_tokens",
                 "num_reqs",
                 "query_start_loc",
+                "query_start_loc_cpu",
                 "seq_lens",
                 "slot_mapping",
             ),
@@ -199,7 +224,10 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "AttentionSpec": EVERY,
             "FullAttentionSpec": EVERY,
             "MLAAttentionSpec": EVERY,
+            "SlidingWindowSpec": EVERY,
+            "SlidingWindowMLASpec": EVERY,
         },
+        "vllm.v1.kv_cache_layout": {"KVCacheLayout": ("BLHNC",)},
     },
     "sglang": {
         "sglang.srt.arg_groups.fields.disagg": {"Disagg": ("disaggregation_mode",)},
@@ -343,8 +371,8 @@ class Sources:
                 return node
         return None
 
-    def origin(self, module: str, name: str) -> str | None:
-        """The module that `module` imports `name` from."""
+    def origins(self, module: str, name: str) -> Iterator[str]:
+        """The modules that `module` imports `name` from, one of them where platforms differ."""
         package = module.split(".")
         if not (self.path(module) or "").endswith("__init__.py"):
             package = package[:-1]
@@ -352,8 +380,7 @@ class Sources:
             if isinstance(node, ast.ImportFrom):
                 base = package[: len(package) - node.level + 1] if node.level else []
                 if any((each.asname or each.name) == name for each in node.names):
-                    return ".".join([*base, *([node.module] if node.module else [])])
-        return None
+                    yield ".".join([*base, *([node.module] if node.module else [])])
 
 
 def _assigned(node: ast.stmt) -> list[str]:
@@ -407,9 +434,9 @@ class Stub:
             made = node.value.func if isinstance(node.value, ast.Call) else None
             self.lines += ["", f"{name}: {self.annotation(made)} = ..."]
         else:
-            origin = self.sources.origin(self.module, name)
-            if origin in self.hooks and name in self.hooks[origin]:
-                self.early.add(f"from {origin} import {name} as {name}")
+            origins = self.sources.origins(self.module, name)
+            hooked = [each for each in origins if name in self.hooks.get(each, {})]
+            self.early |= {f"from {each} import {name} as {name}" for each in hooked[:1]}
 
     def home(self, name: str) -> str | None:
         """The hooked module that defines what is called `name` here."""
@@ -417,7 +444,7 @@ class Stub:
             return self.module if name in self.hooks[self.module] else None
         module: str | None = self.module
         while module and not self.sources.definition(module, name):
-            module = self.sources.origin(module, name)
+            module = next(self.sources.origins(module, name), None)
         return module if module in self.hooks and name in self.hooks[module] else None
 
     def emit_class(self, node: ast.ClassDef, members: tuple[str, ...]) -> None:

@@ -4,8 +4,8 @@
 
     CUSTOM_VLLM=1 vllm serve MODEL
 
-DeepSeek-V3.2 and GLM-5 (mla.py), Qwen3-Next and Qwen3.5 (gdn.py), Kimi Linear (kimi.py); under
-vllm-ascend, the sparse attention (ascend.py).  docs/vllm.md has the versions and modes that were
+DeepSeek-V3.2 and GLM-5 (mla.py), DeepSeek-V4 (deepseek_v4.py), Qwen3-Next and Qwen3.5 (gdn.py),
+Kimi Linear (kimi.py); under vllm-ascend, the sparse attention (ascend.py).  docs/vllm.md has the versions and modes that were
 tried.
 """
 
@@ -44,6 +44,7 @@ def register() -> None:
         "DeepseekV32ForCausalLM": "mla:DeepseekV32ForCausalLM",
         "GlmMoeDsaForCausalLM": "mla:GlmMoeDsaForCausalLM",
         "DeepseekV32MTPModel": "mla:DeepseekV32MTP",  # the drafts of both
+        "DeepseekV4ForCausalLM": "deepseek_v4:DeepseekV4ForCausalLM",
         "KimiLinearForCausalLM": "kimi:KimiLinearForCausalLM",
     }
     for model, name in ours.items():

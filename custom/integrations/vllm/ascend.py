@@ -16,7 +16,11 @@ from typing_extensions import override  # of torch
 from vllm_ascend.device.device_op import BaseDeviceAdaptor, DeviceOperator
 
 from ...dispatch.errors import NotSupported
-from ...quantised import npu_quant_lightning_indexer
+from ...quantised import (
+    npu_kv_quant_sparse_flash_attention,
+    npu_kv_quant_sparse_flash_attention_lse,
+    npu_quant_lightning_indexer,
+)
 from ...sparse_attention import npu_lightning_indexer, npu_sparse_flash_attention
 
 # as vllm-ascend has it, for every model
@@ -39,8 +43,11 @@ class SparseOperator(BaseDeviceAdaptor):
         enable_sparse_li_c8: bool,
         use_torch_npu_lightning_indexer: bool,
     ) -> Tensor:
-        """int32 [T, 1, K], by keys of 16 bits, or of 8 bits (int8) with their scales."""
-        _wide(kv_cache)
+        """int32 [T, 1, K], by keys of 16 bits, or of 8 bits (int8) with their scales.
+
+        The keys stand behind latents and rotary keys, or behind rows of 8 bits of both.
+        """
+        keys, *scales = kv_cache[1 if _packed(kv_cache) else 2 :]
         given: dict[str, Any] = dict(
             actual_seq_lengths_query=actual_seq_lengths_query,
             actual_seq_lengths_key=actual_seq_lengths_key,
@@ -50,14 +57,14 @@ class SparseOperator(BaseDeviceAdaptor):
             sparse_count=SELECTED,
         )
         if not enable_sparse_li_c8:
-            return npu_lightning_indexer(q_li, kv_cache[2], weights.to(q_li.dtype), **given)[0]
+            return npu_lightning_indexer(q_li, keys, weights.to(q_li.dtype), **given)[0]
         assert q_li_scale is not None and q_li_shape_ori is not None
         return npu_quant_lightning_indexer(
             q_li.view(q_li_shape_ori),
-            kv_cache[2],
+            keys,
             weights.to(torch.float16),
             q_li_scale.view(q_li_shape_ori[:-1]),
-            kv_cache[3].squeeze(2),
+            scales[0].squeeze(2),
             0,
             0,
             **given,
@@ -81,33 +88,35 @@ class SparseOperator(BaseDeviceAdaptor):
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Latents [T, N, R], and with `return_lse` what vllm-ascend merges them by."""
-        _wide(kv_cache)
         latents = kv_cache[0]
-        out, largest, total = npu_sparse_flash_attention(
-            ql_nope,
-            latents,
-            latents,
-            topk_indices,
-            sfa_impl.scale,
-            query_rope=q_pe,
-            key_rope=kv_cache[1],
+        given: dict[str, Any] = dict(
             block_table=attn_metadata.block_table if block_table is None else block_table,
             actual_seq_lengths_query=actual_seq_lengths_query,
             actual_seq_lengths_kv=actual_seq_lengths_key,
             layout_query="TND",
             layout_kv="PA_BSND",
             sparse_mode=sparse_mode,
-            return_softmax_lse=return_lse,
+            attention_mode=2,
         )
-        return cls._format_sparse_flash_attention_output(out, largest, total, return_lse)
+        if not _packed(kv_cache):
+            given |= dict(query_rope=q_pe, key_rope=kv_cache[1], return_softmax_lse=return_lse)
+            scale = sfa_impl.scale
+            found = npu_sparse_flash_attention(
+                ql_nope, latents, latents, topk_indices, scale, **given
+            )
+            return cls._format_sparse_flash_attention_output(*found, return_lse)
+        query = torch.cat([ql_nope, q_pe], -1)
+        packed: Any = (query, latents, latents, topk_indices, sfa_impl.scale, 2, 2)
+        if not return_lse:
+            return npu_kv_quant_sparse_flash_attention(*packed, **given)
+        found = npu_kv_quant_sparse_flash_attention_lse(*packed, **given)
+        return cls._format_sparse_flash_attention_output(*found, return_lse)
 
 
-def _wide(kv_cache: tuple[Any, ...]) -> None:
-    if kv_cache[0].element_size() == 1:
-        raise NotSupported(
-            "CUSTOM_VLLM=1 serves vllm-ascend without latents of 8 bits (enable_sparse_sfa_c8), "
-            "and this engine asks for them; turn them off, or unset CUSTOM_VLLM."
-        )
+def _packed(kv_cache: tuple[Any, ...]) -> bool:
+    """Whether rows hold latents of 8 bits, their rotary keys and their scales."""
+    size: int = kv_cache[0].element_size()
+    return size == 1
 
 
 def register() -> None:

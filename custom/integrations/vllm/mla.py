@@ -330,7 +330,7 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
         """
         heads = self.kv_b_proj.weight.detach().unflatten(0, (self.heads, -1))
         uk, self.uv = heads.split([self.query_sizes[0], self.value_size], 1)
-        self.uk = self.copied("uk", uk.contiguous())
+        self.uk = kept(self.copies, "uk", uk.contiguous())
         w_dq, w_dkv_kr = self.fused_qkv_a_proj.weight.detach().tensor_split(self.latent_sizes[:1])
         norm = self.q_a_layernorm
         self.weights: dict[str, Any] = dict(
@@ -355,21 +355,14 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
             w_idx_qb=i.wq_b.weight.detach(),
             w_idx_k=w_idx_k,
             w_idx_proj=w_idx_proj,
-            in_gamma_k=self.copied("gamma", i.k_norm.weight.detach().to(dtype)),
-            in_beta_k=self.copied("beta", i.k_norm.bias.detach().to(dtype)),
+            in_gamma_k=kept(self.copies, "gamma", i.k_norm.weight.detach().to(dtype)),
+            in_beta_k=kept(self.copies, "beta", i.k_norm.bias.detach().to(dtype)),
             layer_norm_eps=i.k_norm.eps,
             sparse_count=self.selection.shape[1],
             index_rope_interleaved=not self.indexer_rope_emb.is_neox_style,
         )
         others = (each for each in self.layers.values() if isinstance(each, SparseMLA))
         self.selects_for_others = any(each.indexer is None for each in others)
-
-    def copied(self, name: str, weight: Tensor) -> Tensor:
-        """At the address that it had before, if any: a graph has that."""
-        if name in self.copies:
-            return self.copies[name].copy_(weight)
-        self.copies[name] = weight
-        return weight
 
     @override
     def forward(
@@ -526,6 +519,14 @@ def write(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
     """Rows [T, C] to a cache [pages, P, 1, C]; without a slot to vLLM's page of nobody, 0."""
     slots = slots.clamp(min=0)
     cache[slots // cache.shape[1], slots % cache.shape[1], 0] = rows
+
+
+def kept(copies: dict[str, Tensor], name: str, weight: Tensor) -> Tensor:
+    """At the address that it had before, if any: a graph has that."""
+    if name in copies:
+        return copies[name].copy_(weight)
+    copies[name] = weight
+    return weight
 
 
 def attended(layer: Any, positions: Tensor, x: Tensor) -> Tensor:

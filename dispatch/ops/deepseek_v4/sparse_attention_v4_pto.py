@@ -54,6 +54,9 @@ INDEXER = (
     "idx_k",
 )  # fmt: skip
 
+# those of an engine come from one pool
+TABLES = (("ori_kv",), ("cmp_state", "idx_state"), ("cmp_kv", "idx_k", "idx_k_scale"))
+
 
 def check(**a: Any) -> None:
     c = Checker("npu_sparse_attention_v4_pto")

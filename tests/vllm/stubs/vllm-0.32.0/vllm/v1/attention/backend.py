@@ -12,6 +12,7 @@ from torch import nn
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.kv_cache_layout import KVCacheLayout
 
 class AttentionBackend(ABC):
     @staticmethod
@@ -31,6 +32,8 @@ class AttentionBackend(ABC):
     def is_mla(cls) -> bool: ...
     @classmethod
     def is_sparse(cls) -> bool: ...
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None: ...
 
 class AttentionCGSupport:
     UNIFORM_BATCH: Any = ...
@@ -38,6 +41,7 @@ class AttentionCGSupport:
 M = TypeVar("M")
 class AttentionMetadataBuilder(ABC, Generic[M]):
     _cudagraph_support: Any = ...
+    reorder_batch_threshold: int | None = ...
     @abstractmethod
     def __init__(self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None: return
     @abstractmethod
@@ -46,6 +50,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
 @dataclass
 class CommonAttentionMetadata:
     query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
     seq_lens: torch.Tensor
     num_reqs: int
     num_actual_tokens: int

@@ -12,8 +12,12 @@ from torch import nn
 class ColumnParallelLinear:
     def __init__(self, input_size: int, output_size: int, bias: bool=..., gather_output: bool=..., skip_bias_add: bool=..., params_dtype: torch.dtype | None=..., quant_config: Any=..., prefix: str=..., *, return_bias: bool=..., disable_tp: bool=..., tp_rank: int | None=..., tp_size: int | None=...) -> None: return
 
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    def __init__(self, input_size: int, output_sizes: list[int], bias: bool=..., gather_output: bool=..., skip_bias_add: bool=..., params_dtype: torch.dtype | None=..., quant_config: Any=..., prefix: str=..., *, return_bias: bool=..., disable_tp: bool=...) -> None: return
+
 class ReplicatedLinear:
     def __init__(self, input_size: int, output_size: int, bias: bool=..., skip_bias_add: bool=..., params_dtype: torch.dtype | None=..., quant_config: Any=..., prefix: str=..., *, return_bias: bool=..., disable_tp: bool=...) -> None: return
 
 class RowParallelLinear:
     def __init__(self, input_size: int, output_size: int, bias: bool=..., input_is_parallel: bool=..., skip_bias_add: bool=..., params_dtype: torch.dtype | None=..., reduce_results: bool=..., quant_config: Any=..., prefix: str=..., *, return_bias: bool=..., disable_tp: bool=...) -> None: return
+    reduce_results: Any
