@@ -513,7 +513,8 @@ def _layer_step(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
         parents=case["parents"],
         kda=case["kda"],
         flat=case["flat"],
-        bound=case["bound"] or None,
+        # on a GPU the kind of gate is drawn by itself
+        bound=(case["bound"] or None) if case["kda"] else None,
         twice=case["twice"],
     )
     return step.arguments(dtype, CPU), {}
