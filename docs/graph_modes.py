@@ -92,6 +92,7 @@ ASCEND_AND_ONNX = (
             f"{_GE}test_becomes_cann_s_operator",
             f"{_GE}test_attention_becomes_cann_s",
             f"{_GE}test_attention_over_rows_and_entries_becomes_cann_s",
+            f"{_GE}test_attention_to_latents_becomes_cann_s",
         ),
         refusals=(_REFUSED,),
     ),

@@ -144,7 +144,7 @@ def eight_bits(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> T
     together, room = 2, 104
     blocks = _blocks(tokens, sizes, tile, columns)
     halved = _blocks(tokens, sizes, tile, 2 * columns)
-    if 64 < tokens <= 128 and 9 * num_sms <= 10 * halved <= 10 * num_sms:
+    if 64 < tokens <= 128 and depth >= 4096 and 9 * num_sms <= 10 * halved <= 10 * num_sms:
         return Tiling(tile, 2 * columns, 128, 1, 8, 4, swap)  # x is read half as often
     runs = _runs(blocks, together * num_sms, depth // 128)
     filled = 9 * together * num_sms <= 10 * blocks * runs <= 10 * together * num_sms

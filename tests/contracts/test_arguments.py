@@ -22,6 +22,7 @@ MEANT = {
     ("cuda_ops/delta_rule/hopper/chunk_gated_delta_rule.py", "o", "place"),
     ("cuda_ops/delta_rule/hopper/chunk_gated_delta_rule_grad.py", "first", "row"),
     ("cuda_ops/delta_rule/hopper/chunks.py", "first", "row"),
+    ("cuda_ops/delta_rule/hopper/chunk_kda.py", "first", "row"),
     ("cuda_ops/delta_rule/hopper/chunk_kda_grad.py", "first", "row"),
     ("cuda_ops/attention/hopper/fused_attention.py", "rows", "tile"),
     # keys without a rope

@@ -347,21 +347,22 @@ INFER = "npu_fused_infer_attention_score_v2"
 
 @pytest.mark.parametrize("mode, pre, seen", [(0, None, 2**31 - 1), (3, None, 2**31 - 1), (4, 9, 9)])
 @pytest.mark.parametrize("pages", ["[pages, P, 1, R]", "[pages, 1, P, R]", "[pages, P, R]"])
-def test_attention_to_latents_becomes_cann_s(pages, mode, pre, seen, graphs):
-    arguments = for_cann(INFER) | dict(sparse_mode=mode)
+@pytest.mark.parametrize("name", [INFER])
+def test_attention_to_latents_becomes_cann_s(name, pages, mode, pre, seen, graphs):
+    arguments = for_cann(name) | dict(sparse_mode=mode)
     if pre is not None:
         arguments |= dict(pre_tokens=pre, next_tokens=0)
-    for name in ("key", "value", "key_rope"):
-        x = arguments[name]
+    for cache in ("key", "value", "key_rope"):
+        x = arguments[cache]
         if pages == "[pages, 1, P, R]":
-            arguments[name] = x.transpose(1, 2).contiguous()
+            arguments[cache] = x.transpose(1, 2).contiguous()
         elif pages == "[pages, P, R]":
-            arguments[name] = x.squeeze(2)
+            arguments[cache] = x.squeeze(2)
     arguments["value"] = arguments["key"]
-    wanted, _ = overload(BY_NAME[INFER])(**arguments)
-    got, _ = convert(INFER, arguments)
+    wanted, _ = overload(BY_NAME[name])(**arguments)
+    got, _ = convert(name, arguments)
     torch.testing.assert_close(got, wanted, rtol=0, atol=0)
-    op = node(graphs, BY_NAME[INFER].ge)
+    op = node(graphs, BY_NAME[name].ge)
     mask = ["atten_mask"] if mode else []
     lengths = ["actual_seq_lengths", "actual_seq_lengths_kv"]
     given = ["query", "key0", "value0", *mask, *lengths, "block_table", "query_rope", "key_rope"]
