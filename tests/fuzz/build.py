@@ -513,8 +513,7 @@ def _layer_step(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
         parents=case["parents"],
         kda=case["kda"],
         flat=case["flat"],
-        # on a GPU the kind of gate is drawn by itself
-        bound=(case["bound"] or None) if case["kda"] else None,
+        bound=case["bound"] or None,
         twice=case["twice"],
     )
     return step.arguments(dtype, CPU), {}

@@ -518,7 +518,7 @@ COMPILED = {
     *("ratio", "coff", "pairs", "full", "ring", "pages", "hadamard", "returned"),
     *("m", "picked", "entry_page", "kind", "output", "quant", "eight"),
     *("turned", "power", "clip", "bare", "shared", "page", "own", "counts", "forced"),
-    *("kda", "norm", "twice", "state", "gates", "gate", "rates", "bias", "w", "history"),
+    *("kda", "bound", "norm", "twice", "state", "gates", "gate", "rates", "bias", "w", "history"),
     "activation",
 }
 _COMPILE_MOST = ("layer", "layer v4", "loss", "kda")
