@@ -141,6 +141,46 @@ KIMI_EXPERTS: dict[str, Any] = dict(
     moe_intermediate_size=64,
     first_k_dense_replace=1,
 )
+GLM_53: dict[str, Any] = dict(
+    vocab_size=320,
+    hidden_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    intermediate_size=256,
+    max_position_embeddings=2048,
+    pad_token_id=None,
+    q_lora_rank=96,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    v_head_dim=32,
+    layer_types=["linear_attention", "indexed_attention"] * 2,
+    linear_num_heads=4,
+    linear_head_dim=32,
+    index_n_heads=32,
+    index_head_dim=32,
+    index_topk=32,
+    index_kpool=4,
+    mlp_layer_types=["dense"] * 3 + ["sparse"],
+    moe_intermediate_size=64,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    # what vLLM asks, and Transformers knows
+    mla_use_nope=True,
+    mhc=True,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+    indexer_rope_interleave=True,
+)
+# tokens of pictures, which the prompts have none of
+GLM_53_SEEING: dict[str, Any] = dict(
+    text_config=GLM_53,
+    vision_config=dict(
+        depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=128
+    ),
+    image_token_id=318,
+    video_token_id=319,
+)
 EMBEDDED = 4.0
 # checkpoint -> Transformers' model and configuration, its sizes
 CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -169,6 +209,7 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA),
     "deepseek_v4": ("DeepseekV4ForCausalLM", "DeepseekV4Config", V4),
+    "glm_53": ("Glm5NextForConditionalGeneration", "Glm5NextConfig", GLM_53_SEEING),
     "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearConfig", KIMI),
     "kimi_linear_experts": ("KimiLinearForCausalLM", "KimiLinearConfig", KIMI_EXPERTS),
 }
@@ -243,6 +284,8 @@ RELEASED = {
         "model.": "",
         "attn.norm": "attn.kv_norm",
     },
+    # of which vLLM builds the model of texts
+    "glm_53": {"model.language_model.": "model."},
 }
 
 
@@ -259,8 +302,14 @@ def configure_as_released(file: Path) -> None:
     file.write_text(json.dumps(config))
 
 
+def configure_for_texts(file: Path) -> None:
+    """Without the part that sees, which Transformers has no model without."""
+    config = json.loads(file.read_text())["text_config"]
+    file.write_text(json.dumps(config | dict(architectures=["Glm5NextForCausalLM"])))
+
+
 def name_as_released(file: Path, names: dict[str, str]) -> None:
-    weights = load_file(file)
+    weights = {name: each for name, each in load_file(file).items() if ".visual." not in name}
     for old, new in names.items():
         weights = {name.replace(old, new): each for name, each in weights.items()}
     save_file(weights, file, {"format": "pt"})
@@ -275,7 +324,8 @@ def make(folder: Path, name: str) -> Any:
     for weight in model.parameters():
         if weight.ndim == 2:
             torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-    for part, weight in model.named_parameters() if name.startswith("deepseek_v4") else ():
+    streams = name.startswith(("deepseek_v4", "glm_53"))
+    for part, weight in model.named_parameters() if streams else ():
         if "hc" in part or "position_bias" in part or "sinks" in part:
             torch.nn.init.normal_(weight, std=0.1 if part.endswith("fn") else 0.5)
     for part, table in model.named_buffers():
@@ -301,5 +351,7 @@ def make(folder: Path, name: str) -> Any:
             name_as_released(folder / name / "model.safetensors", names)
     if name.startswith("deepseek_v4"):
         configure_as_released(folder / name / "config.json")
+    if name == "glm_53":
+        configure_for_texts(folder / name / "config.json")
     save_tokenizer(folder / name)
     return model.eval()

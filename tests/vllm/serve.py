@@ -74,22 +74,28 @@ def keeping() -> AbstractContextManager[Any]:
     return patch.object(CpuPlatform, "check_and_update_config", staticmethod(checked))
 
 
+def without_numba() -> AbstractContextManager[Any]:
+    """At whose library vLLM's search for kernels of a CPU stumbles, where a model imports it."""
+    return patch("vllm.utils.import_utils.is_numba_available", lambda: False)
+
+
 @contextmanager
 def kimi_on_a_cpu() -> Iterator[None]:
     """vLLM's Kimi Linear asks for CUDA: for a stream, which attention without a gate does not use,
-    and for a product beside a sum over ranks.  It imports numba, at whose library vLLM's search for
-    kernels of a CPU stumbles."""
+    and for a product beside a sum over ranks."""
     with (
         patch.dict("os.environ", VLLM_KIMI_K3_GEMM_AR="0"),
         patch("torch.cuda.Stream", object),
-        patch("vllm.utils.import_utils.is_numba_available", lambda: False),
+        without_numba(),
     ):
         yield
 
 
 @contextmanager
 def v4_on_a_cpu() -> Iterator[None]:
-    """vLLM's hyper-connections for CPUs take no float32: ours in their place."""
+    """vLLM's hyper-connections for CPUs take no float32, and leave GLM-5.3's norm out: ours in
+    their place."""
+    from torch.nn.functional import rms_norm
     from vllm.model_executor.layers import mhc
 
     from custom import npu_hc_post, npu_hc_pre
@@ -101,10 +107,18 @@ def v4_on_a_cpu() -> Iterator[None]:
             hc_eps=more["hc_pre_eps"],
         )
         y, post, comb = npu_hc_pre(residual, fn, hc_scale, hc_base, **given)
+        if more.get("norm_weight") is not None:
+            y = rms_norm(y, y.shape[-1:], more["norm_weight"], more["norm_eps"])
         return post[..., None], comb, y
 
     def post(_: Any, x: Any, residual: Any, gates: Any, comb: Any) -> Any:
         return npu_hc_post(x, residual, gates[..., 0], comb)
+
+    def both(
+        op: Any, x: Any, residual: Any, post_layer_mix: Any, comb_res_mix: Any, **given: Any
+    ) -> Any:
+        mixed = post(op, x, residual, post_layer_mix, comb_res_mix)
+        return mixed, *pre(op, mixed, **given)
 
     def head(_: Any, x: Any, *weights: Any) -> Any:
         *weights, norm_eps, hc_eps = weights
@@ -113,12 +127,23 @@ def v4_on_a_cpu() -> Iterator[None]:
     with (
         patch.object(mhc.MHCPreOp, "forward_cpu", pre),
         patch.object(mhc.MHCPostOp, "forward_cpu", post),
+        patch.object(mhc.MHCFusedPostPreOp, "forward_cpu", both),
         patch.object(mhc.HCHeadOp, "forward_cpu", head),
     ):
         yield
 
 
-ON_A_CPU = {"kimi_linear": kimi_on_a_cpu, "deepseek_v4": v4_on_a_cpu}
+@contextmanager
+def glm_53_on_a_cpu() -> Iterator[None]:
+    with v4_on_a_cpu(), without_numba():
+        yield
+
+
+ON_A_CPU = {
+    "kimi_linear": kimi_on_a_cpu,
+    "deepseek_v4": v4_on_a_cpu,
+    "glm_53": glm_53_on_a_cpu,
+}
 
 
 def seen(model: Any) -> dict[str, set[Any]]:
@@ -130,8 +155,13 @@ def seen(model: Any) -> dict[str, set[Any]]:
     theirs = {each.untyped_storage().data_ptr() for each in model.parameters()}
     ours = {
         kind: [each for each in model.modules() if type(each).__name__ == kind]
-        for kind in ("SparseMLA", "GatedDelta", "DenseLatent", "KimiDelta", "CompressedAttention")
+        for kind in (
+            *("SparseMLA", "GatedDelta", "DenseLatent", "KimiDelta", "CompressedAttention"),
+            *("PooledLatent", "BoundedDelta"),
+        )
     }
+    latent = ours["SparseMLA"] + ours["DenseLatent"] + ours["PooledLatent"]
+    delta = ours["GatedDelta"] + ours["KimiDelta"] + ours["BoundedDelta"]
     return dict(
         ops={op for op, _ in log.calls},
         copies={
@@ -141,8 +171,8 @@ def seen(model: Any) -> dict[str, set[Any]]:
             if isinstance(each, torch.Tensor) and each.ndim > 1
             if each.untyped_storage().data_ptr() not in theirs
         },
-        heads={layer.uk.shape[0] for layer in ours["SparseMLA"] + ours["DenseLatent"]}
-        | {layer.A_log.shape[0] for layer in ours["GatedDelta"] + ours["KimiDelta"]}
+        heads={layer.uk.shape[0] for layer in latent}
+        | {layer.A_log.numel() for layer in delta}
         | {layer.attn_sink.shape[0] for layer in ours["CompressedAttention"]},
     )
 

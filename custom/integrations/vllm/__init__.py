@@ -46,6 +46,7 @@ def register() -> None:
         "DeepseekV32MTPModel": "mla:DeepseekV32MTP",  # the drafts of both
         "DeepseekV4ForCausalLM": "deepseek_v4:DeepseekV4ForCausalLM",
         "KimiLinearForCausalLM": "kimi:KimiLinearForCausalLM",
+        "Glm5NextForCausalLM": "glm5_next:Glm5NextForCausalLM",
     }
     for model, name in ours.items():
         # by name: vLLM imports a model where it builds it

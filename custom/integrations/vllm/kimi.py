@@ -48,18 +48,17 @@ LATENT = "dense latent attention"
 HINTS = ("run_gemm_rs_ar",)  # how vLLM's own layer gets through its last product faster
 
 
-class KimiDelta(KimiGatedDeltaNetAttention):
-    def __init__(self, config: Any, vllm_config: VllmConfig, prefix: str = "") -> None:
-        check_modes(
-            KDA,
-            vllm_config,
-            data_parallelism=vllm_config.parallel_config.data_parallel_size > 1,
-            states_of_all_blocks=vllm_config.cache_config.mamba_cache_mode == "all",
-            drafts=vllm_config.speculative_config is not None,
-        )
-        super().__init__(config, vllm_config, prefix)
+class DeltaSteps:
+    """Kimi delta attention between the projections, of whichever of vLLM's layers has them."""
 
-    @override
+    prefix: str
+    head_dim: int
+    kv_cache: Any  # columns of the convolution, and states
+    A_log: Any
+    dt_bias: Any
+    o_norm: Any
+    gate_lower_bound: float | None
+
     @eager_break_during_capture
     def _forward(
         self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
@@ -87,7 +86,7 @@ class KimiDelta(KimiGatedDeltaNetAttention):
                 columns,
                 states,
                 self.taps(),
-                self.A_log,
+                self.A_log.flatten(),
                 self.dt_bias,
                 self.o_norm.weight,
                 slots[:t].where(slots[:t] != NULL_BLOCK_ID, -1),  # padding has no state
@@ -129,7 +128,7 @@ class KimiDelta(KimiGatedDeltaNetAttention):
             cu_seqlens=starts,
             use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True,
-            A_log=self.A_log,
+            A_log=self.A_log.flatten(),
             dt_bias=self.dt_bias,
             lower_bound=self.gate_lower_bound,
             state_layout="vk",
@@ -138,6 +137,27 @@ class KimiDelta(KimiGatedDeltaNetAttention):
         states[slots] = final
         return out[0]
 
+    def taps(self) -> Tensor:
+        """[W, C]"""
+        raise NotImplementedError
+
+
+def check_delta_modes(vllm_config: VllmConfig) -> None:
+    check_modes(
+        KDA,
+        vllm_config,
+        data_parallelism=vllm_config.parallel_config.data_parallel_size > 1,
+        states_of_all_blocks=vllm_config.cache_config.mamba_cache_mode == "all",
+        drafts=vllm_config.speculative_config is not None,
+    )
+
+
+class KimiDelta(DeltaSteps, KimiGatedDeltaNetAttention):
+    def __init__(self, config: Any, vllm_config: VllmConfig, prefix: str = "") -> None:
+        check_delta_modes(vllm_config)
+        super().__init__(config, vllm_config, prefix)
+
+    @override
     def taps(self) -> Tensor:
         """[W, C]"""
         weight: Tensor = self.conv1d.weight
