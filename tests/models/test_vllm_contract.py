@@ -12,6 +12,7 @@ import ast
 import importlib
 import sys
 from configparser import ConfigParser
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from custom.integrations.engines import check_version, refuse_unread
 from custom.integrations.vllm import modes
 
 from ..support.deepseek_v4 import Attention
+from ..support.models import glm5_next
 from ..support.typed import ROOT, STUBS, checker, moved
 from ..vllm.stubs import HOOKS
 
@@ -83,14 +85,18 @@ def arguments(path: Path, name: str) -> ast.arguments:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_our_layer_takes_their_arguments(version):
+@pytest.mark.parametrize(
+    ("file", "layer", "last"),
+    [("mla.py", "SparseMLA", "skip_topk"), ("glm5_next.py", "PooledLatent", "prefix")],
+)
+def test_our_layer_takes_their_arguments(file, layer, last, version):
     """vLLM's models pass them by position up to the prefix."""
     stub = STUBS / f"vllm-{version}" / "vllm" / "model_executor" / "layers" / "mla.py"
     theirs = arguments(stub, "MultiHeadLatentAttentionWrapper")
-    ours = arguments(PLUGIN / "mla.py", "SparseMLA")
+    ours = arguments(PLUGIN / file, layer)
     names = [each.arg for each in ours.args]
     assert names == [each.arg for each in theirs.args[: len(names)]]
-    assert "prefix" in names and "skip_topk" in names and ours.kwarg
+    assert "prefix" in names and names[-1] == last and ours.kwarg
     required = [len(each.args) - len(each.defaults) for each in (ours, theirs)]
     assert required[0] == required[1]
 
@@ -1286,3 +1292,280 @@ def test_a_layer_knows_its_entries_from_either_configuration(layer, v4):
     """DeepSeek's own, as vLLM 0.32 reads it, and Transformers'."""
     assert v4.ratio_of(Attention(layer).config, layer) == RATIOS[layer]
     assert v4.ratio_of(SimpleNamespace(compress_ratios=list(RATIOS)), layer) == RATIOS[layer]
+
+
+@pytest.fixture(scope="module")
+def glm(kimi):
+    """Ours, on vLLM's stubs."""
+    yield importlib.import_module("custom.integrations.vllm.glm5_next")
+    del sys.modules["custom.integrations.vllm.glm5_next"]
+
+
+@pytest.fixture(scope="module")
+def theirs_of_glm():
+    """Layers of Transformers' model: of delta attention, and of attention to pools of 4 tokens."""
+    torch.manual_seed(0)
+    layers = glm5_next(index_n_heads=32).double().model.language_model.layers
+    for layer in layers:
+        for weight in layer.self_attn.parameters():
+            torch.nn.init.normal_(weight, 0.0, weight.shape[-1] ** -0.5)
+    return layers[0].self_attn, layers[3].self_attn
+
+
+def linear(*weights: Tensor) -> Linear:
+    layer = Linear(1, 1)
+    layer.weight.data = torch.cat(weights).detach().float()
+    return layer
+
+
+def built_glm(glm: Any, theirs: Any, rank: int = 0, ranks: int = 1, **changed: Any) -> Any:
+    """The layer with a rank's heads of Transformers' weights, and caches of one pool: a page is of
+    any of them, and holds anything at first."""
+    config = configuration(**changed)
+    stored = changed.pop("stored", "auto")
+    config.cache_config = SimpleNamespace(cache_dtype=stored, block_size=16)
+    config.model_config = SimpleNamespace(dtype=torch.float32)
+    config.compilation_config = SimpleNamespace(static_forward_context={})
+    glm.get_current_vllm_config = lambda: config
+    c, i = theirs.config, theirs.indexer
+
+    def part(weight: Tensor, axis: int = 0) -> Tensor:
+        return weight.chunk(ranks, axis)[rank]
+
+    def norm(by: Any) -> Norm:
+        made = Norm(len(by.weight))
+        made.weight.data, made.variance_epsilon = by.weight.detach().float(), by.variance_epsilon
+        return made
+
+    ours = glm.attention.Indexer()
+    ours.n_head, ours.head_dim = c.index_n_heads, c.index_head_dim
+    ours.index_kpool, ours.topk_tokens = c.index_kpool, c.index_topk
+    ours.index_kpool_compress_gate = linear(i.index_kpool_compress_gate).weight
+    ours.index_kpool_compress_ape = linear(i.index_kpool_compress_ape).weight
+    ours.wq_b, ours.wk_weights_proj = (
+        linear(i.wq_b.weight),
+        linear(i.wk.weight, i.weights_proj.weight),
+    )
+    ours.k_norm = deepcopy(i.k_norm).float().requires_grad_(False)
+    ours.k_cache, ours.tail_cache = SimpleNamespace(prefix="pools"), SimpleNamespace(prefix="open")
+    modules = SimpleNamespace(
+        fused_qkv_a_proj=linear(theirs.q_a_proj.weight, theirs.kv_a_proj_with_mqa.weight),
+        q_a_layernorm=norm(theirs.q_a_layernorm),
+        q_b_proj=linear(part(theirs.q_b_proj.weight)),
+        kv_a_layernorm=norm(theirs.kv_a_layernorm),
+        kv_b_proj=linear(part(theirs.kv_b_proj.weight)),
+        o_proj=linear(part(theirs.o_proj.weight, 1)),
+        indexer=changed.get("indexer", ours),
+        g_proj=changed.get("g_proj"),
+    )
+    sizes = [c.num_attention_heads // ranks, theirs.scaling, c.qk_nope_head_dim]
+    sizes += [changed.get("rotary", 0), c.v_head_dim, c.q_lora_rank, c.kv_lora_rank]
+    more = {each: changed[each] for each in ("quant_config", "use_rope") if each in changed}
+    layer = glm.PooledLatent(
+        c.hidden_size, *sizes, modules, config.cache_config, fuse_qkv_rmsnorm=True, **more
+    )
+    layer.process_weights_after_loading(torch.float32)
+    caches = config.compilation_config.static_forward_context
+    specs = {name: each.get_kv_cache_spec(config) for name, each in caches.items()}
+    rows = dict.fromkeys(caches, 16)
+    rows |= dict(pools=16 // specs["pools"].tokens_per_state, open=specs["open"].block_size)
+    wide = max(rows[name] * each.head_size for name, each in specs.items())
+    pool = torch.full([64, wide], torch.nan)
+    for name, cache in caches.items():
+        width = specs[name].head_size
+        cache.bind_kv_cache(pool.as_strided([64, 1, rows[name], width], [wide, 0, width, 1]))
+    # a ring has one page, and a table as wide as the others
+    return layer, dict.fromkeys(caches, (16, 0)) | {"open": (1000, 0)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_requests_that_join_attend_to_the_pools_of_transformers(ranks, glm, mla, theirs_of_glm):
+    """Of all ranks together; an op is one call, whatever the requests bring."""
+    torch.manual_seed(1)
+    _, theirs = theirs_of_glm
+    made = [built_glm(glm, theirs, rank, ranks) for rank in range(ranks)]
+    totals = [sum(each) for each in zip(*STEPS, strict=True)]
+    texts = [torch.randn(n, theirs.hidden_size, dtype=torch.float64) for n in totals]
+    wanted = [theirs(x[None], torch.ones(1, len(x), dtype=torch.bool))[0][0] for x in texts]
+    pages, lengths = Pages(made[0][1]), [0] * REQUESTS
+    for counts in STEPS:
+        spans = [slice(n, n + count) for n, count in zip(lengths, counts, strict=True)]
+        for request, span in enumerate(spans):
+            pages.of(request, span.start, span.stop)
+        lengths = [span.stop for span in spans]
+        builds = SimpleNamespace(Builder=mla.SparseBuilder)
+        metadata = batches(builds, pages, list(counts), lengths)
+        for name, batch in metadata.items():
+            batch.slots = slots(batch, pages.sizes[name][0])
+        glm.get_forward_context = lambda metadata=metadata: SimpleNamespace(attn_metadata=metadata)
+        x = torch.cat([text[span] for text, span in zip(texts, spans, strict=True)]).float()
+        found = torch.zeros_like(x)
+        for each, _ in made:
+            # two tokens behind the batch's, of no request
+            out = x.new_full((len(x) + 2, each.heads * each.value_size), 7.0)
+            padded = torch.cat([x, x.new_full((2, x.shape[1]), torch.nan)])
+            log.calls.clear()
+            each.attend(metadata[each.layer_name], torch.empty(0), padded, out)
+            ops = ("npu_compressor", "npu_lightning_indexer", "npu_sparse_flash_attention")
+            assert {op: n for (op, _), n in log.calls.items()} == dict.fromkeys(ops, 1)
+            assert (out[len(x) :] == 7).all()
+            found += each.o_proj(out[: len(x)])[0]
+        right = torch.cat([want[span] for want, span in zip(wanted, spans, strict=True)])
+        torch.testing.assert_close(found.double(), right, rtol=1e-3, atol=1e-3)
+
+
+def slots(batch: Any, page: int) -> Tensor:
+    """Where vLLM has the tokens of a batch in a cache of a row each."""
+    starts = torch.cat([batch.ends.new_zeros(1), batch.ends])
+    found = [
+        int(row[p // page]) * page + p % page
+        for row, n, length in zip(
+            batch.block_table, starts.diff().tolist(), batch.lengths.tolist(), strict=True
+        )
+        for p in range(length - n, length)
+    ]
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bounded_delta_attention_is_transformers_(ranks, glm, kimi, theirs_of_glm, monkeypatch):
+    """A prefill, and decodes that go on from it, of all ranks together."""
+    torch.manual_seed(2)
+    theirs, _ = theirs_of_glm
+    heads, size = theirs.num_heads // ranks, theirs.head_dim
+    monkeypatch.setattr(kimi, "is_conv_state_dim_first", lambda: False)
+    monkeypatch.setattr(kimi, "NULL_BLOCK_ID", 0)
+    x = torch.randn(14, theirs.hidden_size)
+    wanted = theirs(x[None].double())[0]
+    found = torch.zeros_like(x)
+    for rank in range(ranks):
+
+        def part(weight: Tensor, axis: int = 0, rank: int = rank) -> Tensor:
+            return weight.detach().float().chunk(ranks, axis)[rank]
+
+        gate = theirs.forget_gate
+        columns = [part(each) for each in theirs.conv1d.weight.chunk(3)]
+        layer = SimpleNamespace(
+            prefix="layer",
+            local_num_heads=heads,
+            head_dim=size,
+            in_proj_qkvbfg_a=linear(
+                *(part(each.weight) for each in (theirs.q_proj, theirs.k_proj, theirs.v_proj)),
+                part(theirs.b_proj.weight),
+                gate.f_a_proj.weight.float(),
+                theirs.g_a_proj.weight.float(),
+            ),
+            f_b_proj=linear(part(gate.f_b_proj.weight)),
+            g_b_proj=linear(part(theirs.g_b_proj.weight)),
+            o_proj=linear(part(theirs.o_proj.weight, 1)),
+            A_log=part(gate.A_log)[None, None, :, None],
+            dt_bias=part(gate.dt_bias),
+            o_norm=SimpleNamespace(
+                weight=theirs.o_norm.weight.detach().float(), eps=theirs.o_norm.variance_epsilon
+            ),
+            gate_lower_bound=gate.safe_gate_lower_bound,
+            copies={},
+            kv_cache=(
+                torch.full([3, theirs.conv_kernel_size - 1, 3 * heads * size], torch.nan),
+                torch.full([3, heads, size, size], torch.nan),
+            ),
+        )
+        for name, each in zip("qkv", columns, strict=True):
+            vars(layer)[f"{name}_conv1d"] = SimpleNamespace(weight=each)
+        for name in ("_forward", "prefill", "taps", "process_weights_after_loading"):
+            vars(layer)[name] = partial(getattr(glm.BoundedDelta, name), layer)
+        layer.process_weights_after_loading(torch.float32)
+        for tokens in (slice(0, 11), slice(11, 12), slice(12, 13), slice(13, 14)):
+            n = tokens.stop - tokens.start
+            batch = SimpleNamespace(
+                num_actual_tokens=n,
+                num_decode_tokens=int(n == 1),
+                num_prefills=int(n > 1),
+                num_prefill_tokens=n,
+                non_spec_state_indices_tensor=torch.tensor([2]),
+                prefill_state_indices=torch.tensor([2]),
+                prefill_query_start_loc=torch.tensor([0, n]),
+                prefill_has_initial_state=torch.tensor([False]),
+            )
+            context = SimpleNamespace(attn_metadata={"layer": batch})
+            monkeypatch.setattr(kimi, "get_forward_context", lambda context=context: context)
+            found[tokens] += glm.BoundedDelta.forward(layer, x[tokens], None)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_padding_of_a_graph_changes_nothing(glm, mla, theirs_of_glm):
+    """A token and no length, behind the last request: but on page 0, of nobody."""
+    layer, sizes = built_glm(glm, theirs_of_glm[1])
+    x = torch.randn(2, theirs_of_glm[1].hidden_size)
+
+    def run(requests: int) -> list[Tensor]:
+        batch = {
+            name: mla.SparseMetadata(
+                torch.tensor([1, 2])[:requests],
+                torch.tensor([4, 0])[:requests],
+                torch.tensor([[page, 0], [0, 0]])[:requests],
+                torch.tensor([16 * page + 3, -1])[:requests],
+                1,
+            )
+            for page, name in enumerate(sizes, 1)
+        }
+        glm.get_forward_context = lambda: SimpleNamespace(attn_metadata=batch)
+        caches = [layer.kv_cache, layer.pools.kv_cache, layer.open.kv_cache]
+        for each in caches:
+            each.zero_()
+        out = torch.zeros(requests, layer.heads * layer.value_size)
+        layer.attend(batch[layer.layer_name], torch.empty(0), x[:requests], out)
+        assert not out[1:].any()
+        return [out[:1], *(each[1:].clone() for each in caches)]
+
+    alone, padded = run(1), run(2)
+    assert all(each.any() for each in alone)
+    torch.testing.assert_close(padded, alone)
+
+
+def test_glm_s_weights_are_read_where_vllm_keeps_them(glm, theirs_of_glm):
+    layer, _ = built_glm(glm, theirs_of_glm[1])
+    theirs = {each.untyped_storage().data_ptr() for each in layer.parameters()}
+    ours = {**layer.pooling, "uk": layer.uk, "uv": layer.uv, "heads": layer.w_heads}
+    tensors = {name: each for name, each in ours.items() if isinstance(each, Tensor)}
+    assert len(tensors) == 8
+    assert all(each.untyped_storage().data_ptr() in theirs for each in tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("changed", "mode"),
+    [
+        (dict(data_parallel_size=2), "data parallelism"),
+        (dict(speculative_config=SimpleNamespace(method="mtp")), "drafts"),
+        (dict(quant_config=object()), "quantised weights"),
+        (dict(stored="fp8"), "caches of another dtype than the model"),
+        (dict(rotary=8), "a rotary part"),
+        (dict(indexer=None), "keys that are all attended to"),
+        (dict(g_proj=object()), "a gate"),
+        (dict(use_rope=True), "`use_rope`"),
+    ],
+)
+def test_attention_to_pools_is_refused_where_it_was_not_tried(changed, mode, glm, theirs_of_glm):
+    with pytest.raises(
+        NotSupported, match=f"serves attention to pools of keys without {mode}, and"
+    ):
+        built_glm(glm, theirs_of_glm[1], **changed)
+
+
+def test_shared_selections_of_pools_are_refused(glm):
+    text = SimpleNamespace(indexer_types=["full", "shared"])
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text))
+    with pytest.raises(NotSupported, match="without layers that share a selection, and"):
+        glm.Glm5NextForCausalLM(vllm_config=config)
+
+
+def test_glm_is_built_with_our_layers(glm, monkeypatch):
+    """And vLLM's modules are as they were behind that."""
+    monkeypatch.setattr(glm, "op_registry_oot", registry := {})
+    modules = (glm.theirs, glm.attention, glm.kda)
+    before = [dict(vars(each)) for each in modules]
+    with glm._our_layers():
+        assert registry == dict(MultiHeadLatentAttentionWrapper=glm.PooledLatent)
+        assert glm.theirs.Glm5NextLinearAttention is glm.BoundedDelta
+        assert glm.kda._resolve_kda_prefill_backend("auto", 128, torch.bfloat16, -5.0) == "triton"
+    assert [vars(each) for each in modules] == before and not registry

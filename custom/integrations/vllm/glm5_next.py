@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,28 +119,16 @@ class Cache(PagedCache):
         return Backend
 
 
-class Pools(Cache):
-    """An index key for every `ratio` tokens."""
+class OpenPool(Cache):
+    """A ring of a request's last `tokens`: their keys, and how much each of them counts.
 
-    def __init__(self, width: int, dtype: torch.dtype, ratio: int) -> None:
-        super().__init__(width, dtype)
-        self.ratio = ratio
-
-    @override
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        return replace(super().get_kv_cache_spec(vllm_config), tokens_per_state=self.ratio)
-
-
-class OpenPool(Pools):
-    """A ring of a request's last tokens, in float32: their keys, and how much each of them counts.
-
-    Kept prefixes end with a page, and a pool there: what goes on from them finds its ring open.
+    Kept prefixes end with a page, and a pool there: what goes on from them needs none of it.
     """
 
     @override
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         return CircularBufferSpec(
-            block_size=self.ratio,
+            block_size=self.tokens,
             num_kv_heads=1,
             head_size=self.width,
             head_size_v=0,
@@ -209,7 +196,7 @@ class PooledLatent(MultiHeadLatentAttentionWrapper, Cache):
         # in the places of vLLM's
         self.pools_name, self.open_name = i.k_cache.prefix, i.tail_cache.prefix
         i.k_cache = i.tail_cache = None
-        self.pools = Pools(i.head_dim, dtype, i.index_kpool)
+        self.pools = Cache(i.head_dim, dtype, i.index_kpool)
         self.open = OpenPool(2 * i.head_dim, torch.float32, i.index_kpool)
         layers[self.pools_name], layers[self.open_name] = self.pools, self.open
 
@@ -279,8 +266,8 @@ class PooledLatent(MultiHeadLatentAttentionWrapper, Cache):
             **self.pooling,
         )
         table, pools = batches[self.pools_name].block_table, self.pools.kv_cache
-        closed = (each // i.index_kpool for each in (first, batch.lengths))
-        write(pools, keys, slots_of(*closed, table, pools.shape[1], len(keys)))
+        first, end = first // i.index_kpool, batch.lengths // i.index_kpool
+        write(pools, keys, slots_of(first, end, table, pools.shape[1], len(keys)))
         given = batch.by_keys | dict(block_table=table, actual_seq_lengths_key=batch.lengths)
         return npu_lightning_indexer(
             query,
@@ -332,5 +319,8 @@ def _our_layers() -> Iterator[None]:
 
 class Glm5NextForCausalLM(theirs.Glm5NextForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        # of which vLLM gives each an indexer, without weights
+        kinds = vllm_config.model_config.hf_text_config.indexer_types
+        refuse(SWITCH, POOLED, {"layers that share a selection": "shared" in kinds})
         with _our_layers():
             super().__init__(vllm_config=vllm_config, prefix=prefix)

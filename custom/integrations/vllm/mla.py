@@ -154,10 +154,11 @@ class SparseBackend(AttentionBackend):
 
 
 class PagedCache(AttentionLayerBase):
-    """A cache of `width` values a token, [pages, P, 1, width] once vLLM has allocated it."""
+    """A cache of `width` values for each of `tokens`, [pages, P, 1, width] once vLLM has allocated
+    it."""
 
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        self.width, self.dtype = width, dtype
+    def __init__(self, width: int, dtype: torch.dtype, tokens: int = 1) -> None:
+        self.width, self.dtype, self.tokens = width, dtype, tokens
 
     @override
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
@@ -175,6 +176,7 @@ class PagedCache(AttentionLayerBase):
             max_tp_shards=1,
             head_size=self.width,
             dtype=self.dtype,
+            tokens_per_state=self.tokens,
         )
 
 

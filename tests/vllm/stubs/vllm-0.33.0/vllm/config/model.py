@@ -12,3 +12,4 @@ from torch import nn
 class ModelConfig:
     dtype: Any = ...
     hf_config: Any = field(default=..., init=False)
+    hf_text_config: Any = field(default=..., init=False)
