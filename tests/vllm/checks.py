@@ -41,6 +41,14 @@ KIMI = {
     "npu_fused_infer_attention_score_v2",
     "npu_gated_delta_layer_decode",
 }
+GLM_53 = {
+    "npu_causal_conv1d",
+    "npu_chunk_kda",
+    "npu_compressor",
+    "npu_gated_delta_layer_decode",
+    "npu_lightning_indexer",
+    "npu_sparse_flash_attention",
+}
 V4 = {"npu_sparse_attention_v4_pto"}
 # checkpoint -> the ops that must have run
 MODELS = {
@@ -54,12 +62,14 @@ MODELS = {
     "kimi_linear": KIMI,
     "kimi_linear_experts": KIMI,
     "deepseek_v4": V4,
+    "glm_53": GLM_53,
 }
 # on a CPU vLLM keeps no prefixes for latent attention, but makes blocks of states as if it did
 ALONE: dict[str, dict[str, Any]] = {
-    name: dict(enable_prefix_caching=False) for name in ("kimi_linear", "kimi_linear_experts")
+    name: dict(enable_prefix_caching=False)
+    for name in ("kimi_linear", "kimi_linear_experts", "glm_53")
 }
-MIXED = ("deepseek_v32", "glm_52", "qwen3_next", "kimi_linear", "deepseek_v4")
+MIXED = ("deepseek_v32", "glm_52", "qwen3_next", "kimi_linear", "deepseek_v4", "glm_53")
 # checkpoint -> heads of its layers; on two ranks, gloo between them, each has half
 RANKS = {
     "deepseek_v32": [8],
@@ -67,6 +77,7 @@ RANKS = {
     "qwen3_next": [4],
     "kimi_linear_experts": [4, 8],
     "deepseek_v4": [4],
+    "glm_53": [4],
 }
 # prompts in parts of up to so many tokens a step; what was kept of them is not computed again
 KEPT: dict[str, dict[str, Any]] = {
@@ -76,6 +87,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(max_num_batched_tokens=128, max_num_seqs=4),
     "kimi_linear": dict(max_num_batched_tokens=128, max_num_seqs=4),
     "deepseek_v4": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=32),
+    "glm_53": dict(max_num_batched_tokens=128, max_num_seqs=4),
 }
 DRAFTS: dict[str, Any] = dict(
     speculative_config=dict(method="mtp", num_speculative_tokens=2),
@@ -85,7 +97,8 @@ DRAFTED = {
     "deepseek_v32_drafts": SPARSE,
     "qwen3_next_drafts": {"npu_causal_conv1d_update", "npu_recurrent_gated_delta_rule"},
 }
-RELOADED = ("deepseek_v32", "qwen3_5", "kimi_linear")
+RELOADED = ("deepseek_v32", "qwen3_5", "kimi_linear", "glm_53")
+PREEMPTED = ("deepseek_v32", "kimi_linear", "glm_53")
 # checkpoint -> what vLLM calls the caches of 8 bits that it is asked for
 FP8 = {"deepseek_v32_one": "fp8", "glm_5_one": "fp8_ds_mla"}
 
@@ -169,9 +182,14 @@ def answers(serve):
         asked = dict(options, enable_prefix_caching=True, resumed=True, **more)
         jobs.append((name, [COUNT] * 5, asked))
     jobs += [(name, [COUNT] * 5, dict(ALONE.get(name, {}), reloaded=True)) for name in RELOADED]
+    lost = dict(preempted=[4, 9])
+    jobs += [
+        (name, UNEVEN, dict(ALONE.get(name, {}), max_num_seqs=2, **lost)) for name in PREEMPTED
+    ]
     names = [*MODELS, *(f"{name} mixed" for name in MIXED), "deepseek_v3", "parts"]
     names += [*FP8, *(f"{name} mixed" for name in FP8), *DRAFTED, "qwen3_next_drafts mixed"]
     names += [*(f"{name} kept" for name in KEPT), *(f"{name} reloaded" for name in RELOADED)]
+    names += [f"{name} preempted" for name in PREEMPTED]
     return dict(zip(names, serve(*jobs), strict=True))
 
 
@@ -215,7 +233,9 @@ def test_two_ranks_check_the_same_drafts(name, ranks, answers, expected):
 @pytest.mark.parametrize("name", [*MODELS, *FP8])
 def test_no_weight_is_kept_twice(name, answers):
     """The layer's op reads vLLM's, but for half of an up-projection."""
-    assert answers[name]["copies"] == ([] if MODELS.get(name) in (DELTA, KIMI, V4) else ["w_uk"])
+    assert answers[name]["copies"] == (
+        [] if MODELS.get(name) in (DELTA, KIMI, V4, GLM_53) else ["w_uk"]
+    )
 
 
 @pytest.mark.parametrize("name", FP8)
@@ -264,6 +284,13 @@ def test_prefixes_are_kept_and_prompts_come_in_parts(name, answers, expected):
 def test_weights_that_are_lost_are_read_again(name, answers, expected):
     """Where they were, those that a layer has copied as well."""
     assert answers[f"{name} reloaded"]["tokens"] == expected[name]
+
+
+@pytest.mark.parametrize("name", PREEMPTED)
+def test_requests_that_lose_their_pages_begin_again(name, answers, expected):
+    """Twice, with what they have been answered, which is read again."""
+    answer = answers[f"{name} preempted"]
+    assert answer["tokens"] == [all[:n] for all, n in zip(expected[name], UNEVEN, strict=True)]
 
 
 def test_prompts_in_parts(answers, expected):

@@ -10,8 +10,9 @@ prefill beside a decode and how often so many drafts were taken (of an engine in
 ops that ran, the weights that our layers have copied, and the heads of a layer on each rank.
 
 Options of ours: `resumed`, the last half of the tokens is asked for in a request of its own, of the
-prompt and the first half; `reloaded`, after the weights were lost and read again; `first`, the
-number of the first prompt, behind which there is one for each of the counts.
+prompt and the first half; `reloaded`, after the weights were lost and read again; `preempted`,
+numbers of steps before which all requests lose their pages; `first`, the number of the first
+prompt, behind which there is one for each of the counts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from unittest.mock import patch
 from .checkpoints import prompts
 
 STEPS: list[set[int]] = []  # for every step the numbers of tokens that its requests have
+PREEMPTED: set[int] = set()  # steps before which requests lose their pages
 
 
 DRAFTS: Counter[int] = Counter()  # how often so many drafts of a request were taken
@@ -40,6 +42,10 @@ def watch() -> None:
     schedule, observe = Scheduler.schedule, Scheduler.make_spec_decoding_stats
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(STEPS) in PREEMPTED:
+            assert self.running
+            PREEMPTED.remove(len(STEPS))
+            self.reset_prefix_cache(reset_running_requests=True)
         output = schedule(self, *args, **kwargs)
         STEPS.append(set(output.num_scheduled_tokens.values()))
         return output
@@ -210,6 +216,8 @@ def job(checkpoint: str, counts: list[int], options: dict[str, Any]) -> dict[str
     )
     resumed, reloaded = options.pop("resumed", False), options.pop("reloaded", False)
     first = options.pop("first", 0)
+    PREEMPTED.clear()
+    PREEMPTED.update(options.pop("preempted", []))
     asked = prompts()[first : first + len(counts)]
     with ExitStack() as changes:
         if options.get("enable_prefix_caching"):
@@ -233,6 +241,7 @@ def job(checkpoint: str, counts: list[int], options: dict[str, Any]) -> dict[str
         for got, each in zip(tokens, outputs, strict=True):
             got += each.outputs[0].token_ids
             kept += each.num_cached_tokens
+    assert not PREEMPTED
     ranks = llm.apply_model(seen)
     del llm
     gc.collect()
