@@ -161,13 +161,15 @@ class PooledLatent(MultiHeadLatentAttentionWrapper, Cache):
         nn.Module.__init__(self)  # vLLM's own would build its attention
         refuse_unread(SWITCH, POOLED, others, HINTS)
         m, config = mla_modules, get_current_vllm_config()
+        dtype = config.model_config.dtype
         check_modes(
             POOLED,
             config,
             data_parallelism=config.parallel_config.data_parallel_size > 1,
             drafts=config.speculative_config is not None,
             quantised_weights=quant_config is not None,
-            caches_of_another_dtype_than_the_model=cache_config.cache_dtype != "auto",
+            caches_of_another_dtype_than_the_model=cache_config.cache_dtype
+            not in ("auto", f"{dtype}".removeprefix("torch.")),
             a_rotary_part=qk_rope_head_dim > 0,
             keys_that_are_all_attended_to=m.indexer is None,
             a_gate=m.g_proj is not None,
@@ -183,7 +185,6 @@ class PooledLatent(MultiHeadLatentAttentionWrapper, Cache):
         self.o_proj: Any = m.o_proj
         i: Any = m.indexer
         self.indexer = i
-        dtype = config.model_config.dtype
         i.index_kpool_compress_gate.data = i.index_kpool_compress_gate.data.to(dtype)
         for linear in (self.kv_b_proj, i.wk_weights_proj):
             # on a CPU vLLM would put a packed copy in the place of the weight, which is read here
