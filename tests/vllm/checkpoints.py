@@ -181,6 +181,21 @@ GLM_53_SEEING: dict[str, Any] = dict(
     image_token_id=318,
     video_token_id=319,
 )
+# each head of keys chooses; vLLM's layers that see everything ask for CUDA, and its experts for more
+M3: dict[str, Any] = dict(
+    BASE,
+    num_key_value_heads=2,
+    dense_intermediate_size=512,
+    head_dim=64,
+    rotary_dim=32,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+    layer_types=["minimax_m3_sparse"] * 3,
+    mlp_layer_types=["dense"] * 3,
+    index_n_heads=2,
+    index_head_dim=64,
+    index_block_size=8,
+    index_topk_blocks=4,
+)
 EMBEDDED = 4.0
 # checkpoint -> Transformers' model and configuration, its sizes
 CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -210,6 +225,7 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA),
     "deepseek_v4": ("DeepseekV4ForCausalLM", "DeepseekV4Config", V4),
     "glm_53": ("Glm5NextForConditionalGeneration", "Glm5NextConfig", GLM_53_SEEING),
+    "minimax_m3": ("MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextConfig", M3),
     "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearConfig", KIMI),
     "kimi_linear_experts": ("KimiLinearForCausalLM", "KimiLinearConfig", KIMI_EXPERTS),
 }
@@ -286,6 +302,7 @@ RELEASED = {
     },
     # of which vLLM builds the model of texts
     "glm_53": {"model.language_model.": "model."},
+    "minimax_m3": {"self_attn.indexer.": "self_attn.index_"},
 }
 
 
@@ -306,6 +323,29 @@ def configure_for_texts(file: Path) -> None:
     """Without the part that sees, which Transformers has no model without."""
     config = json.loads(file.read_text())["text_config"]
     file.write_text(json.dumps(config | dict(architectures=["Glm5NextForCausalLM"])))
+
+
+def configure_m3(file: Path) -> None:
+    """As MiniMax writes it, and vLLM reads it: of the model that sees, which is not built."""
+    c = json.loads(file.read_text())
+    layers = c["num_hidden_layers"]
+    chosen = dict(
+        sparse_attention_freq=[1] * layers,
+        sparse_num_index_heads=c["index_n_heads"],
+        sparse_index_dim=c["index_head_dim"],
+        sparse_block_size=c["index_block_size"],
+        sparse_topk_blocks=c["index_topk_blocks"],
+        sparse_local_block=c["index_local_blocks"],
+    )
+    text = c | dict(
+        sparse_attention_config=chosen,
+        moe_layer_freq=[0] * layers,
+        hidden_act="swigluoai",
+        rope_theta=c["rope_parameters"]["rope_theta"],
+        partial_rotary_factor=c["rope_parameters"]["partial_rotary_factor"],
+    )
+    model = dict(model_type="minimax_m3_vl", architectures=["MiniMaxM3SparseForCausalLM"])
+    file.write_text(json.dumps(model | dict(text_config=text)))
 
 
 def name_as_released(file: Path, names: dict[str, str]) -> None:
@@ -336,6 +376,9 @@ def make(folder: Path, name: str) -> Any:
             torch.nn.init.normal_(layer.self_attn.conv1d.weight, std=0.5)
         else:  # what the configuration says, as vLLM reads it
             layer.self_attn.kv_a_layernorm.variance_epsilon = config.rms_norm_eps
+    for part, weight in model.named_parameters() if name == "minimax_m3" else ():
+        if "norm" in part:
+            torch.nn.init.normal_(weight, std=0.2)
     drafts = sizes.get("num_nextn_predict_layers", 0) > 0
     if drafts:
         embedded = model.model.embed_tokens.weight.data
@@ -351,6 +394,8 @@ def make(folder: Path, name: str) -> Any:
             name_as_released(folder / name / "model.safetensors", names)
     if name.startswith("deepseek_v4"):
         configure_as_released(folder / name / "config.json")
+    if name == "minimax_m3":
+        configure_m3(folder / name / "config.json")
     if name == "glm_53":
         configure_for_texts(folder / name / "config.json")
     save_tokenizer(folder / name)

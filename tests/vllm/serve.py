@@ -145,10 +145,21 @@ def glm_53_on_a_cpu() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def m3_on_a_cpu() -> Iterator[None]:
+    """vLLM's norms of MiniMax-M3 are FlashInfer's: those that it has for other models."""
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+    from vllm.models.minimax_m3.nvidia import model
+
+    with patch.object(model, "MiniMAXGemmaRMSNorm", GemmaRMSNorm), without_numba():
+        yield
+
+
 ON_A_CPU = {
     "kimi_linear": kimi_on_a_cpu,
     "deepseek_v4": v4_on_a_cpu,
     "glm_53": glm_53_on_a_cpu,
+    "minimax_m3": m3_on_a_cpu,
 }
 
 

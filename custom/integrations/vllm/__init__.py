@@ -47,6 +47,7 @@ def register() -> None:
         "DeepseekV4ForCausalLM": "deepseek_v4:DeepseekV4ForCausalLM",
         "KimiLinearForCausalLM": "kimi:KimiLinearForCausalLM",
         "Glm5NextForCausalLM": "glm5_next:Glm5NextForCausalLM",
+        "MiniMaxM3SparseForCausalLM": "minimax_m3:MiniMaxM3SparseForCausalLM",
     }
     for model, name in ours.items():
         # by name: vLLM imports a model where it builds it
