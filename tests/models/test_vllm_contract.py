@@ -31,7 +31,7 @@ from custom.integrations.engines import check_version, refuse_unread
 from custom.integrations.vllm import modes
 
 from ..support.deepseek_v4 import Attention
-from ..support.models import glm5_next
+from ..support.models import glm5_next, minimax_m3
 from ..support.typed import ROOT, STUBS, checker, moved
 from ..vllm.stubs import HOOKS
 
@@ -1569,3 +1569,152 @@ def test_glm_is_built_with_our_layers(glm, monkeypatch):
         assert glm.theirs.Glm5NextLinearAttention is glm.BoundedDelta
         assert glm.kda._resolve_kda_prefill_backend("auto", 128, torch.bfloat16, -5.0) == "triton"
     assert [vars(each) for each in modules] == before and not registry
+
+
+@pytest.fixture(scope="module")
+def m3(mla):
+    """Ours, on vLLM's stubs, with layers of `m3.ranks` ranks."""
+    module: Any = importlib.import_module("custom.integrations.vllm.minimax_m3")
+    module.current_platform = SimpleNamespace(is_cpu=lambda: True)
+    module.get_tensor_model_parallel_world_size = lambda: module.ranks
+    module.MinimaxM3QKVParallelLinearWithIndexer = lambda *_, **__: Linear(1, 1)
+    module.RowParallelLinear = lambda *_, **__: Linear(1, 1)
+    module.GemmaRMSNorm = lambda size, eps: Norm(size)
+    module.get_rope = lambda *_, **__: None
+    yield module
+    del sys.modules["custom.integrations.vllm.minimax_m3"]
+
+
+def engine_of_m3(**changed: Any) -> Any:
+    config = configuration(**changed)
+    config.model_config = SimpleNamespace(dtype=torch.float32)
+    config.compilation_config = SimpleNamespace(static_forward_context={})
+    return config
+
+
+def built_m3(m3: Any, theirs: Any, rotary: Any, rank: int, ranks: int) -> Any:
+    """The layer with a rank's part of Transformers' weights, and caches side by side in a block,
+    which hold anything at first."""
+    a, c, index, m3.ranks = theirs, theirs.config, theirs.indexer, ranks
+    m3.get_current_vllm_config = engine_of_m3
+    chosen = dict(
+        sparse_num_index_heads=c.index_n_heads,
+        sparse_index_dim=c.index_head_dim,
+        sparse_block_size=c.index_block_size,
+        sparse_topk_blocks=c.index_topk_blocks,
+        sparse_local_block=c.index_local_blocks,
+    )
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = {name: getattr(c, name) for name in (*names, "rms_norm_eps", "max_position_embeddings")}
+    asked = SimpleNamespace(
+        **sizes, sparse_attention_config=chosen, rope_theta=0, partial_rotary_factor=0
+    )
+    layer = m3.BlockAttention(asked, 1, cache_config=SimpleNamespace(cache_dtype="auto"))
+
+    def part(layer: Any, axis: int = 0) -> Tensor:
+        weight: Tensor = layer.weight.chunk(ranks, axis)[rank]
+        return weight
+
+    layer.qkv_proj = linear(
+        *(part(each) for each in (a.q_proj, a.k_proj, a.v_proj, index.q_proj)), index.k_proj.weight
+    )
+    layer.o_proj = linear(part(a.o_proj, 1))
+    for name in ("q_norm", "k_norm"):
+        setattr(layer, name, deepcopy(getattr(a, name)).float().requires_grad_(False))
+        mine = deepcopy(getattr(index, name)).float().requires_grad_(False)
+        setattr(layer, f"index_{name}", mine)
+    layer.rotary_emb = SimpleNamespace(forward_native=rotary)
+    caches = [layer, layer.values, layer.index]
+    block = torch.full([64, 16 * sum(each.width for each in caches)], torch.nan)
+    for cache, rows in zip(
+        caches, block.split([16 * each.width for each in caches], 1), strict=True
+    ):
+        cache.bind_kv_cache(rows.unflatten(1, (1, 16, -1)))
+    return layer
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_requests_that_join_attend_to_the_blocks_of_transformers(ranks, m3, mla):
+    """Of all ranks together; an op is one call, whatever the requests bring."""
+    torch.manual_seed(3)
+    model = minimax_m3(index_head_dim=24).double().model
+    theirs = model.layers[1].self_attn
+    for norm in (theirs.q_norm, theirs.k_norm, theirs.indexer.q_norm, theirs.indexer.k_norm):
+        torch.nn.init.normal_(norm.weight, std=0.2)
+    turn = importlib.import_module(type(theirs).__module__).apply_rotary_pos_emb
+
+    def rotary(positions: Tensor, q: Tensor, k: Tensor) -> list[Tensor]:
+        angles = model.rotary_emb(q, positions[None])
+        return [each[0] for each in turn(q[None], k[None], *angles, unsqueeze_dim=2)]
+
+    def whole(text: Tensor) -> Tensor:
+        angles = model.rotary_emb(text, torch.arange(len(text))[None])
+        mask = torch.full([len(text)] * 2, -torch.inf, dtype=torch.float64).triu(1)
+        out: Tensor = theirs(text[None], angles, mask[None, None])[0][0]
+        return out
+
+    made = [built_m3(m3, theirs, rotary, rank, ranks) for rank in range(ranks)]
+    totals = [sum(each) for each in zip(*STEPS, strict=True)]
+    texts = [torch.randn(n, model.config.hidden_size, dtype=torch.float64) for n in totals]
+    wanted = [whole(text) for text in texts]
+    pages, lengths = Pages({"layer": (16, 0)}), [0] * REQUESTS
+    builds = SimpleNamespace(Builder=mla.SparseBuilder)
+    for counts in STEPS:
+        spans = [slice(n, n + count) for n, count in zip(lengths, counts, strict=True)]
+        for request, span in enumerate(spans):
+            pages.of(request, span.start, span.stop)
+        lengths = [span.stop for span in spans]
+        batch = batches(builds, pages, list(counts), lengths)["layer"]
+        batch.slots = slots(batch, 16)
+        positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+        x = torch.cat([text[span] for text, span in zip(texts, spans, strict=True)]).float()
+        found = torch.zeros_like(x)
+        for each in made:
+            # two tokens behind the batch's, of no request
+            out = x.new_full((len(x) + 2, each.heads * each.value_size), 7.0)
+            padded = torch.cat([x, x.new_full((2, x.shape[1]), torch.nan)])
+            log.calls.clear()
+            each.attend(batch, torch.nn.functional.pad(positions, (0, 2)), padded, out)
+            ops = ("npu_block_indexer", "npu_sparse_attention_score")
+            assert {op: n for (op, _), n in log.calls.items()} == dict.fromkeys(ops, 1)
+            assert (out[len(x) :] == 7).all()
+            found += each.o_proj(out[: len(x)])[0]
+        right = torch.cat([want[span] for want, span in zip(wanted, spans, strict=True)])
+        torch.testing.assert_close(found.double(), right, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "mode"),
+    [
+        (dict(data_parallel_size=2), "data parallelism"),
+        (dict(speculative_config=SimpleNamespace(method="mtp")), "drafts"),
+        (dict(quant_config=object()), "quantised weights"),
+        (dict(stored="fp8"), "caches of another dtype than the model"),
+        (dict(sparse_score_type="mean"), "scores other than the largest"),
+        (dict(sparse_index_dim=16), "an indexer with heads of another size"),
+    ],
+)
+def test_attention_to_blocks_is_refused_where_it_was_not_tried(changed, mode, m3):
+    m3.get_current_vllm_config = lambda: engine_of_m3(**changed)
+    chosen = dict(sparse_index_dim=24) | {
+        n: x for n, x in changed.items() if n.startswith("sparse")
+    }
+    config = SimpleNamespace(head_dim=24, sparse_attention_config=chosen)
+    stored = SimpleNamespace(cache_dtype=changed.get("stored", "auto"))
+    with pytest.raises(NotSupported, match=f"serves {m3.BLOCKS} without {mode}, and"):
+        m3.BlockAttention(config, 1, changed.get("quant_config"), cache_config=stored)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_layer_of_m3_takes_their_arguments(version):
+    stub = STUBS / f"vllm-{version}" / "vllm" / "models" / "minimax_m3" / "nvidia" / "model.py"
+    theirs = arguments(stub, "MiniMaxM3SparseAttention")
+    ours = arguments(PLUGIN / "minimax_m3.py", "BlockAttention")
+    assert [each.arg for each in ours.args] == [each.arg for each in theirs.args]
+
+
+def test_m3_is_built_with_our_layer(m3):
+    before = m3.theirs.MiniMaxM3SparseAttention
+    with m3._our_layers():
+        assert m3.theirs.MiniMaxM3SparseAttention is m3.BlockAttention
+    assert m3.theirs.MiniMaxM3SparseAttention is before

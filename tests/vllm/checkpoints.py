@@ -181,7 +181,7 @@ GLM_53_SEEING: dict[str, Any] = dict(
     image_token_id=318,
     video_token_id=319,
 )
-# each head of keys chooses; vLLM's layers that see everything ask for CUDA, and its experts for more
+# each head of keys chooses; vLLM's layers of it that see everything ask for CUDA
 M3: dict[str, Any] = dict(
     BASE,
     num_key_value_heads=2,

@@ -49,6 +49,7 @@ GLM_53 = {
     "npu_lightning_indexer",
     "npu_sparse_flash_attention",
 }
+M3 = {"npu_block_indexer", "npu_sparse_attention_score"}
 V4 = {"npu_sparse_attention_v4_pto"}
 # checkpoint -> the ops that must have run
 MODELS = {
@@ -63,13 +64,22 @@ MODELS = {
     "kimi_linear_experts": KIMI,
     "deepseek_v4": V4,
     "glm_53": GLM_53,
+    "minimax_m3": M3,
 }
 # on a CPU vLLM keeps no prefixes for latent attention, but makes blocks of states as if it did
 ALONE: dict[str, dict[str, Any]] = {
     name: dict(enable_prefix_caching=False)
     for name in ("kimi_linear", "kimi_linear_experts", "glm_53")
 }
-MIXED = ("deepseek_v32", "glm_52", "qwen3_next", "kimi_linear", "deepseek_v4", "glm_53")
+MIXED = (
+    "deepseek_v32",
+    "glm_52",
+    "qwen3_next",
+    "kimi_linear",
+    "deepseek_v4",
+    "glm_53",
+    "minimax_m3",
+)
 # checkpoint -> heads of its layers; on two ranks, gloo between them, each has half
 RANKS = {
     "deepseek_v32": [8],
@@ -78,6 +88,7 @@ RANKS = {
     "kimi_linear_experts": [4, 8],
     "deepseek_v4": [4],
     "glm_53": [4],
+    "minimax_m3": [8],
 }
 # prompts in parts of up to so many tokens a step; what was kept of them is not computed again
 KEPT: dict[str, dict[str, Any]] = {
@@ -88,6 +99,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "kimi_linear": dict(max_num_batched_tokens=128, max_num_seqs=4),
     "deepseek_v4": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=32),
     "glm_53": dict(max_num_batched_tokens=128, max_num_seqs=4),
+    "minimax_m3": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=16),
 }
 DRAFTS: dict[str, Any] = dict(
     speculative_config=dict(method="mtp", num_speculative_tokens=2),
@@ -97,8 +109,8 @@ DRAFTED = {
     "deepseek_v32_drafts": SPARSE,
     "qwen3_next_drafts": {"npu_causal_conv1d_update", "npu_recurrent_gated_delta_rule"},
 }
-RELOADED = ("deepseek_v32", "qwen3_5", "kimi_linear", "glm_53")
-PREEMPTED = ("deepseek_v32", "kimi_linear", "glm_53")
+RELOADED = ("deepseek_v32", "qwen3_5", "kimi_linear", "glm_53", "minimax_m3")
+PREEMPTED = ("deepseek_v32", "kimi_linear", "glm_53", "minimax_m3")
 # checkpoint -> what vLLM calls the caches of 8 bits that it is asked for
 FP8 = {"deepseek_v32_one": "fp8", "glm_5_one": "fp8_ds_mla"}
 
@@ -234,7 +246,7 @@ def test_two_ranks_check_the_same_drafts(name, ranks, answers, expected):
 def test_no_weight_is_kept_twice(name, answers):
     """The layer's op reads vLLM's, but for half of an up-projection."""
     assert answers[name]["copies"] == (
-        [] if MODELS.get(name) in (DELTA, KIMI, V4, GLM_53) else ["w_uk"]
+        [] if MODELS.get(name) in (DELTA, KIMI, V4, GLM_53, M3) else ["w_uk"]
     )
 
 

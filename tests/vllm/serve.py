@@ -174,7 +174,7 @@ def seen(model: Any) -> dict[str, set[Any]]:
         kind: [each for each in model.modules() if type(each).__name__ == kind]
         for kind in (
             *("SparseMLA", "GatedDelta", "DenseLatent", "KimiDelta", "CompressedAttention"),
-            *("PooledLatent", "BoundedDelta"),
+            *("PooledLatent", "BoundedDelta", "BlockAttention"),
         )
     }
     latent = ours["SparseMLA"] + ours["DenseLatent"] + ours["PooledLatent"]
@@ -189,6 +189,7 @@ def seen(model: Any) -> dict[str, set[Any]]:
             if each.untyped_storage().data_ptr() not in theirs
         },
         heads={layer.uk.shape[0] for layer in latent}
+        | {layer.o_proj.weight.shape[1] // layer.value_size for layer in ours["BlockAttention"]}
         | {layer.A_log.numel() for layer in delta}
         | {layer.attn_sink.shape[0] for layer in ours["CompressedAttention"]},
     )

@@ -70,12 +70,14 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         },
         "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": EVERY},
         "vllm.model_executor.layers.layernorm": {
+            "GemmaRMSNorm": ("__init__",),
             "RMSNorm": ("__init__",),
             "RMSNormGated": ("activation", "eps", "weight"),
         },
         "vllm.model_executor.layers.linear": {
             "ColumnParallelLinear": ("__init__",),
             "MergedColumnParallelLinear": ("__init__",),
+            "MinimaxM3QKVParallelLinearWithIndexer": ("__init__",),
             "ReplicatedLinear": ("__init__",),
             "RowParallelLinear": ("__init__", "reduce_results"),
         },
@@ -203,6 +205,12 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         "vllm.models.glm5next.common.model": {
             "Glm5NextForCausalLM": ("__init__",),
             "Glm5NextLinearAttention": EVERY,
+        },
+        "vllm.model_executor.layers.rotary_embedding": {"get_rope": EVERY},
+        "vllm.models.minimax_m3.nvidia": {},
+        "vllm.models.minimax_m3.nvidia.model": {
+            "MiniMaxM3SparseAttention": ("__init__", "forward"),
+            "MiniMaxM3SparseForCausalLM": ("__init__",),
         },
         "vllm.models.kimi_k3.nvidia": {},
         "vllm.models.kimi_k3.nvidia.mla": {"MultiHeadLatentAttention": ("__init__", "forward")},

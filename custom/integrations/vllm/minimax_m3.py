@@ -80,7 +80,7 @@ class BlockAttention(nn.Module, Cache):
     ) -> None:
         nn.Module.__init__(self)
         engine, chosen = get_current_vllm_config(), config.sparse_attention_config
-        dtype = engine.model_config.dtype
+        dtype, size = engine.model_config.dtype, config.head_dim
         check_modes(
             BLOCKS,
             engine,
@@ -90,17 +90,14 @@ class BlockAttention(nn.Module, Cache):
             caches_of_another_dtype_than_the_model=cache_config.cache_dtype
             not in ("auto", f"{dtype}".removeprefix("torch.")),
             scores_other_than_the_largest=chosen.get("sparse_score_type", "max") != "max",
+            an_indexer_with_heads_of_another_size=chosen["sparse_index_dim"] != size,
         )
         ranks = get_tensor_model_parallel_world_size()
-        heads, of_keys, size = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        heads, of_keys = config.num_attention_heads, config.num_key_value_heads
         # heads of keys, and of the indexer, are on several ranks where there are fewer of them
         self.heads, self.key_heads, self.value_size = heads // ranks, max(1, of_keys // ranks), size
         self.scale = size**-0.5
-        self.choice: dict[str, int] = dict(
+        self.choice: dict[str, Any] = dict(
             block_size=chosen["sparse_block_size"],
             top_k=chosen["sparse_topk_blocks"],
             init_blocks=chosen.get("sparse_init_block", 0),
@@ -136,11 +133,10 @@ class BlockAttention(nn.Module, Cache):
         self.layer_name = f"{prefix}.attn"
         Cache.__init__(self, self.key_heads * size, dtype)
         self.values, self.index = Cache(self.width, dtype), Cache(size, dtype)
-        engine.compilation_config.static_forward_context |= {
-            self.layer_name: self,
-            f"{self.layer_name}.values": self.values,
-            f"{self.layer_name}.index": self.index,
-        }
+        layers = engine.compilation_config.static_forward_context
+        layers[self.layer_name] = self
+        layers[f"{self.layer_name}.values"] = self.values
+        layers[f"{self.layer_name}.index"] = self.index
 
     @override
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
@@ -152,7 +148,7 @@ class BlockAttention(nn.Module, Cache):
         """The heads' values [T, N * D] of the batch's tokens; what is past them stays."""
         counts = [self.heads, *[self.key_heads] * 3, 1]  # the indexer's queries, and its one key
         heads = self.qkv_proj(x)[0].unflatten(-1, (-1, self.value_size)).split(counts, 1)
-        query, key, value, index_query, index_key = heads
+        query, key, value, index_query, index_key = (each.contiguous() for each in heads)
         turn = self.rotary_emb.forward_native if current_platform.is_cpu() else self.rotary_emb
         queries, keys = turn(
             positions,
@@ -175,13 +171,14 @@ class BlockAttention(nn.Module, Cache):
             actual_seq_lengths_key=batch.lengths,
             **self.choice,
         )
-        stored = (
+        stored = [
             each.kv_cache[:, :, 0].unflatten(-1, (self.key_heads, -1))
             for each in (self, self.values)
-        )
+        ]
         out[:t] = npu_sparse_attention_score(
             query.contiguous(),
-            *stored,
+            stored[0],
+            stored[1],
             blocks,
             batch.block_table,
             actual_seq_lengths=lengths,

@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from vllm.model_executor.custom_op import CustomOp
 
+class GemmaRMSNorm(CustomOp):
+    def __init__(self, hidden_size: int, eps: float=...) -> None: return
+
 class RMSNorm(CustomOp):
     def __init__(self, hidden_size: int, eps: float=..., var_hidden_size: int | None=..., has_weight: bool=..., dtype: torch.dtype | None=...) -> None: return
 

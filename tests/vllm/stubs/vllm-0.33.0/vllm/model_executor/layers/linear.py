@@ -15,6 +15,9 @@ class ColumnParallelLinear:
 class MergedColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_sizes: list[int], bias: bool=..., gather_output: bool=..., skip_bias_add: bool=..., params_dtype: torch.dtype | None=..., quant_config: Any=..., prefix: str=..., *, return_bias: bool=..., disable_tp: bool=...) -> None: return
 
+class MinimaxM3QKVParallelLinearWithIndexer:
+    def __init__(self, hidden_size: int, head_size: int, total_num_heads: int, total_num_kv_heads: int, total_num_index_heads: int, index_head_size: int, bias: bool=..., quant_config: Any=..., prefix: str=..., replicate_index_q: bool=...) -> None: return
+
 class ReplicatedLinear:
     def __init__(self, input_size: int, output_size: int, bias: bool=..., skip_bias_add: bool=..., params_dtype: torch.dtype | None=..., quant_config: Any=..., prefix: str=..., *, return_bias: bool=..., disable_tp: bool=...) -> None: return
 

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Made by tests/vllm/stubs.py; not to be edited."""
