@@ -31,7 +31,7 @@ from custom.integrations.engines import check_version, refuse_unread
 from custom.integrations.vllm import modes
 
 from ..support.deepseek_v4 import Attention
-from ..support.models import glm5_next, minimax_m3
+from ..support.models import glm5_next, minimax_m3, olmo_hybrid
 from ..support.typed import ROOT, STUBS, checker, moved
 from ..vllm.stubs import HOOKS
 
@@ -358,6 +358,7 @@ def test_a_fresh_slot_of_states_may_hold_anything(gdn):
         head_v_dim=size,
         A_log=torch.randn(value_heads),
         dt_bias=torch.randn(value_heads),
+        allow_neg_eigval=False,
         activation="silu",
         taps=lambda: taps,
     )
@@ -399,6 +400,7 @@ def test_a_recorded_decode_step_takes_what_its_buffers_hold_then(gdn, monkeypatc
         conv_kernel_size=width,
         taps=lambda: taps,
         split_ba=lambda ba: ba.chunk(2, -1),
+        allow_neg_eigval=False,
         A_log=torch.randn(value_heads),
         dt_bias=torch.randn(value_heads),
         norm=SimpleNamespace(weight=torch.randn(size), eps=1e-6, activation="silu"),
@@ -481,6 +483,7 @@ def test_a_rank_has_its_heads_channels_and_states(tokens, gdn, monkeypatch):
             activation="silu",
             taps=lambda: side_by_side(taps),
             split_ba=lambda ba: ba.chunk(2, -1),
+            allow_neg_eigval=False,
             A_log=cut(scales, 0),
             dt_bias=cut(biases, 0),
             norm=SimpleNamespace(weight=weight, eps=1e-6, activation="silu"),
@@ -552,6 +555,7 @@ def test_the_next_step_goes_on_from_the_last_draft_taken(uniform, gdn, monkeypat
         activation="silu",
         taps=lambda: taps,
         split_ba=lambda ba: ba.chunk(2, -1),
+        allow_neg_eigval=False,
         A_log=torch.randn(value_heads),
         dt_bias=torch.randn(value_heads),
         norm=SimpleNamespace(weight=torch.randn(size), eps=1e-6, activation="silu"),
@@ -621,6 +625,76 @@ def test_the_next_step_goes_on_from_the_last_draft_taken(uniform, gdn, monkeypat
             row = slice(token, token + 1)
             gdn.GatedDelta._forward_core_fused_norm_packed(layer, qkvz[row], ba[row], out)
             torch.testing.assert_close(out[0], wanted[token], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_olmo_s_delta_rule_is_transformers_(ranks, gdn, monkeypatch):
+    """A prefill, and decodes that go on from it, of all ranks together; a rate may be above 1."""
+    torch.manual_seed(0)
+    model = olmo_hybrid().double().model
+    theirs = model.layers[0].linear_attn
+    for weight in theirs.parameters():
+        torch.nn.init.normal_(weight, 0.0, weight.shape[-1] ** -0.5)
+    monkeypatch.setattr(gdn, "is_conv_state_dim_first", lambda: False)
+    monkeypatch.setattr(gdn, "NULL_BLOCK_ID", 0)
+    x = torch.randn(14, theirs.hidden_size)
+    wanted, found = theirs(x[None].double())[0], torch.zeros_like(x)
+    keys, values = theirs.key_dim, theirs.value_dim
+    for rank in range(ranks):
+
+        def part(weight: Tensor, axis: int = 0, rank: int = rank) -> Tensor:
+            return weight.detach().float().chunk(ranks, axis)[rank]
+
+        taps = torch.cat([part(each) for each in theirs.conv1d.weight.split([keys, keys, values])])
+        heads = theirs.num_v_heads // ranks
+        projections = (theirs.q_proj, theirs.k_proj, theirs.v_proj, theirs.g_proj)
+        layer = SimpleNamespace(
+            prefix="layer",
+            tp_size=ranks,
+            key_dim=keys,
+            value_dim=values,
+            num_v_heads=theirs.num_v_heads,
+            head_k_dim=theirs.head_k_dim,
+            head_v_dim=theirs.head_v_dim,
+            conv_kernel_size=theirs.conv_kernel_size,
+            activation="silu",
+            allow_neg_eigval=theirs.allow_neg_eigval,
+            in_proj_qkvg=linear(*(part(each.weight) for each in projections)),
+            b_proj=linear(part(theirs.b_proj.weight)),
+            a_proj=linear(part(theirs.a_proj.weight)),
+            o_proj=linear(part(theirs.o_proj.weight, 1)),
+            conv1d=SimpleNamespace(weight=taps),
+            A_log=part(theirs.A_log),
+            dt_bias=part(theirs.dt_bias),
+            norm=SimpleNamespace(
+                weight=theirs.o_norm.weight.detach().float(), eps=1e-5, activation="swish"
+            ),
+            kv_cache=(
+                torch.full([3, theirs.conv_kernel_size - 1, len(taps)], torch.nan),
+                torch.full([3, heads, theirs.head_v_dim, theirs.head_k_dim], torch.nan),
+            ),
+        )
+        names = ("_forward_core_fused_norm_packed", "prefill", "gates", "gated", "taps", "split_ba")
+        for name in names:
+            setattr(layer, name, partial(getattr(gdn.OlmoDelta, name), layer))
+        for tokens in (slice(0, 11), slice(11, 12), slice(12, 13), slice(13, 14)):
+            n = tokens.stop - tokens.start
+            batch = SimpleNamespace(
+                spec_sequence_masks=None,
+                num_decode_tokens=int(n == 1),
+                num_prefills=int(n > 1),
+                num_prefill_tokens=n,
+                non_spec_state_indices_tensor=torch.tensor([2]),
+                prefill_state_indices=torch.tensor([2]),
+                prefill_query_start_loc=torch.tensor([0, n]),
+                prefill_has_initial_state=torch.tensor([False]),
+            )
+            context = SimpleNamespace(attn_metadata={"layer": batch})
+            monkeypatch.setattr(gdn, "get_forward_context", lambda context=context: context)
+            out = torch.zeros(n, theirs.hidden_size)
+            gdn.OlmoDelta._full_forward(layer, x[tokens], out)
+            found[tokens] += out
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 class Linear(torch.nn.Module):

@@ -78,6 +78,7 @@ DELTA: dict[str, Any] = dict(
     linear_key_head_dim=64,
     linear_value_head_dim=64,
 )
+OLMO: dict[str, Any] = dict(DELTA, num_key_value_heads=8, head_dim=32, pad_token_id=None)
 EXPERTS: dict[str, Any] = dict(
     num_experts=4,
     num_experts_per_tok=2,
@@ -223,6 +224,7 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**DELTA, **EXPERTS, "mlp_only_layers": [1, 2], "num_nextn_predict_layers": 1},
     ),
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", OLMO),
     "deepseek_v4": ("DeepseekV4ForCausalLM", "DeepseekV4Config", V4),
     "glm_53": ("Glm5NextForConditionalGeneration", "Glm5NextConfig", GLM_53_SEEING),
     "minimax_m3": ("MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextConfig", M3),
@@ -300,6 +302,11 @@ RELEASED = {
         "model.": "",
         "attn.norm": "attn.kv_norm",
     },
+    # of layers with the delta rule
+    "olmo": {
+        "attention_layer_norm": "input_layernorm",
+        "feedforward_layer_norm": "post_attention_layernorm",
+    },
     # of which vLLM builds the model of texts
     "glm_53": {"model.language_model.": "model."},
     "minimax_m3": {"self_attn.indexer.": "self_attn.index_"},
@@ -355,6 +362,17 @@ def name_as_released(file: Path, names: dict[str, str]) -> None:
     save_file(weights, file, {"format": "pt"})
 
 
+def split_convolutions(file: Path) -> None:
+    """Of OLMo-Hybrid, by the sizes of their projections: Transformers writes equal parts."""
+    weights = load_file(file)
+    for name in [name for name in weights if ".q_conv1d." in name]:
+        names = [name.replace(".q_", f".{each}_") for each in "qkv"]
+        rows = [len(weights[each.replace("conv1d", "proj")]) for each in names]
+        parts = torch.cat([weights[each] for each in names]).split(rows)
+        weights |= {each: part.clone() for each, part in zip(names, parts, strict=True)}
+    save_file(weights, file, {"format": "pt"})
+
+
 def make(folder: Path, name: str) -> Any:
     """The model, saved, with weights large enough that no layer is a bystander."""
     model_name, configuration, sizes = CHECKPOINTS[name]
@@ -394,6 +412,8 @@ def make(folder: Path, name: str) -> Any:
             name_as_released(folder / name / "model.safetensors", names)
     if name.startswith("deepseek_v4"):
         configure_as_released(folder / name / "config.json")
+    if name == "olmo_hybrid":
+        split_convolutions(folder / name / "model.safetensors")
     if name == "minimax_m3":
         configure_m3(folder / name / "config.json")
     if name == "glm_53":

@@ -60,6 +60,7 @@ MODELS = {
     "glm_52": SHARED,
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
+    "olmo_hybrid": DELTA,
     "kimi_linear": KIMI,
     "kimi_linear_experts": KIMI,
     "deepseek_v4": V4,
@@ -85,6 +86,7 @@ RANKS = {
     "deepseek_v32": [8],
     "glm_52": [8],
     "qwen3_next": [4],
+    "olmo_hybrid": [4],
     "kimi_linear_experts": [4, 8],
     "deepseek_v4": [4],
     "glm_53": [4],
@@ -96,6 +98,7 @@ KEPT: dict[str, dict[str, Any]] = {
     "glm_52": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=16),
     "deepseek_v32_drafts": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=16),
     "qwen3_next": dict(max_num_batched_tokens=128, max_num_seqs=4),
+    "olmo_hybrid": dict(max_num_batched_tokens=128, max_num_seqs=4),
     "kimi_linear": dict(max_num_batched_tokens=128, max_num_seqs=4),
     "deepseek_v4": dict(max_num_batched_tokens=64, max_num_seqs=4, block_size=32),
     "glm_53": dict(max_num_batched_tokens=128, max_num_seqs=4),
@@ -109,8 +112,8 @@ DRAFTED = {
     "deepseek_v32_drafts": SPARSE,
     "qwen3_next_drafts": {"npu_causal_conv1d_update", "npu_recurrent_gated_delta_rule"},
 }
-RELOADED = ("deepseek_v32", "qwen3_5", "kimi_linear", "glm_53", "minimax_m3")
-PREEMPTED = ("deepseek_v32", "kimi_linear", "glm_53", "minimax_m3")
+RELOADED = ("deepseek_v32", "qwen3_5", "olmo_hybrid", "kimi_linear", "glm_53", "minimax_m3")
+PREEMPTED = ("deepseek_v32", "olmo_hybrid", "kimi_linear", "glm_53", "minimax_m3")
 # checkpoint -> what vLLM calls the caches of 8 bits that it is asked for
 FP8 = {"deepseek_v32_one": "fp8", "glm_5_one": "fp8_ds_mla"}
 

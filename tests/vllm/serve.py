@@ -145,6 +145,13 @@ def glm_53_on_a_cpu() -> Iterator[None]:
         yield
 
 
+def olmo_on_a_cpu() -> AbstractContextManager[Any]:
+    """vLLM's OLMo-Hybrid tells Triton where to allocate."""
+    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
+
+    return patch.object(olmo_gdn_linear_attn, "set_triton_allocator", lambda device: None)
+
+
 @contextmanager
 def m3_on_a_cpu() -> Iterator[None]:
     """vLLM's norms of MiniMax-M3 are FlashInfer's: those that it has for other models."""
@@ -160,6 +167,7 @@ ON_A_CPU = {
     "deepseek_v4": v4_on_a_cpu,
     "glm_53": glm_53_on_a_cpu,
     "minimax_m3": m3_on_a_cpu,
+    "olmo_hybrid": olmo_on_a_cpu,
 }
 
 
@@ -174,11 +182,11 @@ def seen(model: Any) -> dict[str, set[Any]]:
         kind: [each for each in model.modules() if type(each).__name__ == kind]
         for kind in (
             *("SparseMLA", "GatedDelta", "DenseLatent", "KimiDelta", "CompressedAttention"),
-            *("PooledLatent", "BoundedDelta", "BlockAttention"),
+            *("PooledLatent", "BoundedDelta", "BlockAttention", "OlmoDelta"),
         )
     }
     latent = ours["SparseMLA"] + ours["DenseLatent"] + ours["PooledLatent"]
-    delta = ours["GatedDelta"] + ours["KimiDelta"] + ours["BoundedDelta"]
+    delta = ours["GatedDelta"] + ours["OlmoDelta"] + ours["KimiDelta"] + ours["BoundedDelta"]
     return dict(
         ops={op for op, _ in log.calls},
         copies={

@@ -97,6 +97,27 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
                 "o_norm",
             )
         },
+        "vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn": {
+            "OlmoHybridGatedDeltaNetAttention": (
+                "A_log",
+                "__init__",
+                "_full_forward",
+                "a_proj",
+                "allow_neg_eigval",
+                "b_proj",
+                "conv1d",
+                "conv_kernel_size",
+                "dt_bias",
+                "head_k_dim",
+                "head_v_dim",
+                "in_proj_qkvg",
+                "key_dim",
+                "num_v_heads",
+                "o_norm",
+                "o_proj",
+                "value_dim",
+            )
+        },
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": {
             "QwenGatedDeltaNetAttention": (
                 "A_log",

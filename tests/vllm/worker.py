@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from .serve import kimi_on_a_cpu, m3_on_a_cpu, v4_on_a_cpu
+from .serve import kimi_on_a_cpu, m3_on_a_cpu, olmo_on_a_cpu, v4_on_a_cpu
 
 STAYS = ExitStack()
-for each in (kimi_on_a_cpu(), v4_on_a_cpu(), m3_on_a_cpu()):
+for each in (kimi_on_a_cpu(), v4_on_a_cpu(), m3_on_a_cpu(), olmo_on_a_cpu()):
     STAYS.enter_context(each)
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The gated delta rule of Qwen3-Next and Qwen3.5 in vLLM.
+"""The gated delta rule of Qwen3-Next, Qwen3.5 and OLMo-Hybrid in vLLM.
 
-`GatedDelta` takes the place of vLLM's pluggable layer.  vLLM keeps the weights, the projections,
-the pools of states and the batch's metadata, and finds the layer again through an op of its own, at
-which it splits its graphs; what that op calls is ours.
+`GatedDelta` and `OlmoDelta` take the places of vLLM's pluggable layers.  vLLM keeps the weights,
+the projections, the pools of states and the batch's metadata, and finds a layer again through an op
+of its own, at which it splits its graphs; what that op calls is ours.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from typing_extensions import override  # of torch
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import (
+    OlmoHybridGatedDeltaNetAttention,
+)
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.utils.torch_utils import _encode_layer_name
@@ -35,38 +38,29 @@ from ..kernels import normalised
 from .modes import check_modes
 
 
-class GatedDelta(QwenGatedDeltaNetAttention):
-    def __init__(self, config: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        check_modes(
-            "the gated delta rule",
-            vllm_config,
-            data_parallelism=vllm_config.parallel_config.data_parallel_size > 1,
-            states_of_all_blocks=vllm_config.cache_config.mamba_cache_mode == "all",
-            drafts_beside_kept_prefixes=vllm_config.speculative_config is not None
-            and vllm_config.cache_config.mamba_cache_mode != "none",
-        )
-        super().__init__(config, vllm_config, *args, **kwargs)
+class DeltaRule:
+    """Between the projections, of whichever of vLLM's layers has them."""
+
+    prefix: str
+    activation: str
+    tp_size: int
+    key_dim: int
+    value_dim: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_kernel_size: int
+    kv_cache: Any  # columns of the convolution, and states
+    conv1d: Any
+    A_log: Any
+    dt_bias: Any
+    norm: Any
+    split_ba: Any
+    allow_neg_eigval = False
 
     def get_prefill_checkpoint_alignment(self) -> int | None:
         """None: a prefill leaves its last state alone, so vLLM ends it where it wants one."""
         return None
 
-    @override
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
-        if self.gqa_interleaved_layout:  # Qwen3-Next: by key heads
-            q, k, v, z, b, a = self.fix_query_key_value_ordering(qkvz, ba)
-            qkvz = torch.cat([each.flatten(1) for each in (q, k, v, z)], -1)
-            ba = torch.cat([b, a], -1)
-        heads = self.num_v_heads // self.tp_size
-        out = hidden_states.new_zeros(len(hidden_states), heads, self.head_v_dim)
-        torch.ops.vllm.qwen_gdn_attention_core_fused_norm_packed(
-            qkvz, ba, out, layer_name=_encode_layer_name(self.prefix)
-        )
-        projected: Tensor = self.out_proj(out.flatten(1))[0]
-        return projected
-
-    @override
     def _forward_core_fused_norm_packed(
         self, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor
     ) -> None:
@@ -105,6 +99,7 @@ class GatedDelta(QwenGatedDeltaNetAttention):
                 epsilon=self.norm.eps,
                 state_layout="vk",
                 gate_activation=self.norm.activation,
+                allow_neg_eigval=self.allow_neg_eigval,
             )[:, 0]
         if batch.num_prefills:
             tokens: Any = slice(t, t + batch.num_prefill_tokens)
@@ -181,7 +176,7 @@ class GatedDelta(QwenGatedDeltaNetAttention):
         q, k = (normalised(each.unflatten(-1, (-1, self.head_k_dim))) for each in (q, k))
         g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
         v = v.unflatten(-1, (-1, self.head_v_dim)).contiguous()
-        return q.contiguous(), k.contiguous(), v, g, b.sigmoid()
+        return q.contiguous(), k.contiguous(), v, g, b.sigmoid() * (1 + self.allow_neg_eigval)
 
     def prefill(
         self,
@@ -215,6 +210,67 @@ class GatedDelta(QwenGatedDeltaNetAttention):
         return weight.view(weight.shape[0], self.conv_kernel_size).t()
 
 
+def check_rule_modes(vllm_config: VllmConfig) -> None:
+    check_modes(
+        "the gated delta rule",
+        vllm_config,
+        data_parallelism=vllm_config.parallel_config.data_parallel_size > 1,
+        states_of_all_blocks=vllm_config.cache_config.mamba_cache_mode == "all",
+        drafts_beside_kept_prefixes=vllm_config.speculative_config is not None
+        and vllm_config.cache_config.mamba_cache_mode != "none",
+    )
+
+
+class GatedDelta(DeltaRule, QwenGatedDeltaNetAttention):
+    def __init__(self, config: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        check_rule_modes(vllm_config)
+        super().__init__(config, vllm_config, *args, **kwargs)
+
+    @override
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
+        if self.gqa_interleaved_layout:  # Qwen3-Next: by key heads
+            q, k, v, z, b, a = self.fix_query_key_value_ordering(qkvz, ba)
+            qkvz = torch.cat([each.flatten(1) for each in (q, k, v, z)], -1)
+            ba = torch.cat([b, a], -1)
+        heads = self.num_v_heads // self.tp_size
+        out = hidden_states.new_zeros(len(hidden_states), heads, self.head_v_dim)
+        torch.ops.vllm.qwen_gdn_attention_core_fused_norm_packed(
+            qkvz, ba, out, layer_name=_encode_layer_name(self.prefix)
+        )
+        projected: Tensor = self.out_proj(out.flatten(1))[0]
+        return projected
+
+
+class OlmoDelta(DeltaRule, OlmoHybridGatedDeltaNetAttention):
+    def __init__(self, config: Any, vllm_config: VllmConfig, prefix: str = "") -> None:
+        check_rule_modes(vllm_config)
+        super().__init__(config, vllm_config, prefix)
+        theirs = self.conv1d.weight.weight_loader
+
+        def load(param: Tensor, loaded_weight: Any) -> None:
+            # which of the three convolutions it is, vLLM 0.32 and 0.33 do not tell
+            theirs(param, loaded_weight, loaded_weight.shard_id)
+
+        self.conv1d.weight.weight_loader = load
+
+    @override
+    def _full_forward(self, hidden_states: Tensor, output: Tensor) -> None:
+        rows = self.in_proj_qkvg(hidden_states)[0]
+        ba = torch.cat([project(hidden_states)[0] for project in (self.b_proj, self.a_proj)], -1)
+        heads = self.num_v_heads // self.tp_size
+        out = hidden_states.new_zeros(len(hidden_states), heads, self.head_v_dim)
+        self._forward_core_fused_norm_packed(rows, ba, out)
+        output[: len(hidden_states)] = self.o_proj(out.flatten(1))[0]
+
+    @property
+    def norm(self) -> Any:
+        return self.o_norm
+
+    def split_ba(self, ba: Tensor) -> tuple[Tensor, ...]:
+        return ba.chunk(2, -1)
+
+
 def convolved(
     batch: GDNAttentionMetadata,
     columns: Tensor,
@@ -243,6 +299,9 @@ def convolved(
 
 
 def register() -> None:
-    name = QwenGatedDeltaNetAttention.__name__
-    if name not in op_registry_oot:  # vLLM refuses a second one
-        PluggableLayer.register_oot(GatedDelta, name=name)
+    for ours, theirs in (
+        (GatedDelta, QwenGatedDeltaNetAttention),
+        (OlmoDelta, OlmoHybridGatedDeltaNetAttention),
+    ):
+        if theirs.__name__ not in op_registry_oot:  # vLLM refuses a second one
+            PluggableLayer.register_oot(ours, name=theirs.__name__)
