@@ -4,9 +4,10 @@
 
     CUSTOM_VLLM=1 vllm serve MODEL
 
-DeepSeek-V3.2 and GLM-5 (mla.py), DeepSeek-V4 (deepseek_v4.py), Qwen3-Next and Qwen3.5 (gdn.py),
-Kimi Linear (kimi.py), GLM-5.3-Flash (glm5_next.py), MiniMax-M3 (minimax_m3.py); under vllm-ascend,
-the sparse attention (ascend.py).  docs/vllm.md has the versions and modes that were tried.
+DeepSeek-V3.2 and GLM-5 (mla.py), DeepSeek-V4 (deepseek_v4.py), Qwen3-Next, Qwen3.5 and OLMo-Hybrid
+(gdn.py), Kimi Linear (kimi.py), GLM-5.3-Flash (glm5_next.py), MiniMax-M3 (minimax_m3.py); under
+vllm-ascend, the sparse attention (ascend.py).  docs/vllm.md has the versions and modes that were
+tried.
 """
 
 from __future__ import annotations
