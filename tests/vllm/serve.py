@@ -197,7 +197,7 @@ def seen(model: Any) -> dict[str, set[Any]]:
             if each.untyped_storage().data_ptr() not in theirs
         },
         heads={layer.uk.shape[0] for layer in latent}
-        | {layer.o_proj.weight.shape[1] // layer.value_size for layer in ours["BlockAttention"]}
+        | {layer.heads for layer in ours["BlockAttention"]}
         | {layer.A_log.numel() for layer in delta}
         | {layer.attn_sink.shape[0] for layer in ours["CompressedAttention"]},
     )
