@@ -133,8 +133,9 @@ def _attend(
     program = tl.program_id(0)
     tile = program % HEAD_TILES
     split = program // HEAD_TILES % C.SPLITS
-    shared = (program // (HEAD_TILES * C.SPLITS) % C.SHARED).to(tl.int64)
-    row = (program // (HEAD_TILES * C.SPLITS * C.SHARED)).to(tl.int64)
+    # neighbours read the same head of keys, of which L2 holds more than of all
+    row = (program // (HEAD_TILES * C.SPLITS) % tokens).to(tl.int64)
+    shared = (program // (HEAD_TILES * C.SPLITS) // tokens).to(tl.int64)
     request, limit = packed.locate(row, of, C.REQUESTS)
     of_request = table + request.to(tl.int64) * table_stride
     listed = index + shared * index_head + row * index_row
