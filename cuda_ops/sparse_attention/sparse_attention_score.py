@@ -33,6 +33,7 @@ from ..common.combine import Parts, combine, is_chained
 from ..common.log2 import LN2, LOG2E
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
+from .hopper import sparse_attention_score as hopper
 from .sparse_flash_attention import LOWEST
 
 
@@ -46,12 +47,12 @@ class Constants(NamedTuple):
     HAS_SINK: bool
     STATS: bool
     SPLITS: int
+    CHAINED: bool
     BLOCK_H: int
     BLOCK_N: int
     BLOCK_D: int
     WHOLE: bool
     STAGES: int
-    CHAINED: bool
 
 
 @triton.jit
@@ -176,7 +177,7 @@ def _attend(
         log = row_max * LN2 + tl.log(tl.where(seen, row_sum, 1.0))
         tl.store(lse + piece, tl.where(seen, log, float("-inf")), mask=head_mask)
     o = (acc * inverse[:, None]).to(to.dtype.element_ty)
-    tl.store(to + d[None, :], o, mask=head_mask[:, None] & (d < C.D)[None, :])
+    tl.store(to[:, None] + d[None, :], o, mask=head_mask[:, None] & (d < C.D)[None, :])
 
 
 @dataclass(frozen=True)
@@ -244,13 +245,38 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         return out, lse
     requests = packed.arguments(query, key, lengths, key_lengths, x["block_table"])
     block, chosen = block_within(x["block_size"], requests["reach"]), x["top_k"]
-    tile = _tiles(query, key, chosen, block)
+    group, entries = heads // shared, chosen * block
+    on_hopper = hopper.supports(query, key, value)
+    cut = hopper.tiles if on_hopper else tiles
+    tile = cut(tokens * shared, group, entries, size, device)
     assert tile is not None
-    whole = block % tile.keys == 0 and key.shape[1] % tile.keys == 0
     parts = Parts.of(tile.splits, tokens * heads, size, lse)
-    per_split = cdiv(cdiv(chosen * block, tile.splits), tile.keys) * tile.keys
-    programs = tokens * shared * tile.splits * cdiv(heads // shared, tile.heads)
-    launches.kernel(_attend, programs)(
+    constants = dict(
+        HEADS=heads,
+        SHARED=shared,
+        D=size,
+        BLOCK=block,
+        PAGE=key.shape[1],
+        REQUESTS=packed.room(lengths),
+        HAS_SINK=sinks is not None,
+        STATS=x["return_softmax_lse"],
+        SPLITS=tile.splits,
+        CHAINED=is_chained(device, tile.splits),
+        BLOCK_H=tile.heads,
+    )
+    if isinstance(tile, hopper.Tiles):
+        kernel, C = hopper.attend, hopper.constants(tile, constants)
+    else:
+        kernel = _attend
+        C = Constants(
+            **constants,
+            BLOCK_N=tile.keys,
+            BLOCK_D=max(16, power_of_two(size)),
+            WHOLE=block % tile.keys == 0 and key.shape[1] % tile.keys == 0,
+            STAGES=tile.stages,
+        )
+    programs = tokens * shared * tile.splits * cdiv(group, tile.heads)
+    launches.kernel(kernel, programs)(
         query,
         key,
         value,
@@ -262,7 +288,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         lse=lse,
         scale_log2=x["scale_value"] * LOG2E.value,
         chosen=chosen,
-        per_split=per_split,
+        per_split=cdiv(cdiv(entries, tile.splits), tile.keys) * tile.keys,
         **requests,
         strides=(
             *query.stride()[:2],
@@ -271,23 +297,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
             *_steps(index),
             *_steps(counts),
         ),
-        C=Constants(
-            HEADS=heads,
-            SHARED=shared,
-            D=size,
-            BLOCK=block,
-            PAGE=key.shape[1],
-            REQUESTS=packed.room(lengths),
-            HAS_SINK=sinks is not None,
-            STATS=x["return_softmax_lse"],
-            SPLITS=tile.splits,
-            BLOCK_H=tile.heads,
-            BLOCK_N=tile.keys,
-            BLOCK_D=max(16, power_of_two(size)),
-            WHOLE=whole,
-            STAGES=tile.stages,
-            CHAINED=is_chained(device, tile.splits),
-        ),
+        C=C,
         num_warps=4,
     )
     if tile.splits > 1:

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The attention of sparse_attention_score.py on a Hopper GPU.
+
+Few heads share a head of keys, 12 or 16, and the 64 rows of a wgmma would be mostly empty: so its
+rows are keys and columns of values, and its columns are heads.  Both operands lie in shared memory:
+
+    scores [keys, heads] = keys [keys, D] x queries^T [D, heads]
+    out    [D, heads]   += values^T [D, keys] x weights [keys, heads]
+
+One warpgroup does everything, and other programs on its multiprocessor hide what it waits for.  Each
+thread finds out where one key lies: its block's index, its page and the place reach it one tile
+after the other, so that no tile waits for either.  Keys and values come row by row (cp.async), what
+no token sees as zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...common import gpu, packed, rows, softmax
+from ...common.gluon_names import barrier, cp_async, reinterpret
+from ...common.hopper.tma import aligned
+from ...common.log2 import LN2
+from ...common.tiling import cdiv, power_of_two
+
+LOWEST = gl.constexpr(-1e30)  # below any score: keeps exp2(-inf - LOWEST) = 0 free of NaN
+GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+ROW = gl.constexpr(gl.SliceLayout(1, GATHER))
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one entry a thread
+
+
+class Constants(NamedTuple):
+    """A tile has KEYS keys; KEY_TILES tiles of keys and VALUE_TILES of values are in memory or on
+    their way at a time."""
+
+    HEADS: int
+    SHARED: int
+    D: int
+    BLOCK: int
+    PAGE: int
+    REQUESTS: int
+    HAS_SINK: bool
+    STATS: bool
+    SPLITS: int
+    CHAINED: bool
+    BLOCK_H: int
+    KEYS: int
+    KEY_TILES: int
+    VALUE_TILES: int
+
+
+class Lists(NamedTuple):
+    """What names a token's keys: entries up to `end` of its list, positions below `limit`."""
+
+    index: Any
+    end: Any
+    limit: Any
+    table: Any
+    pages: Any
+
+
+@gluon.constexpr_function
+def products(HEADS):
+    """Of both products."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
+
+
+@gluon.constexpr_function
+def _of_warps(HEADS):
+    """[4, HEADS]: the columns as `products` has them, one number of each warp in every thread."""
+    columns = [[0, 1]]
+    columns += [[0, 8 << i] for i in range(3) if 8 << i < HEADS]
+    none = [0, 0]
+    lanes = [[0, 2], [0, 4], none, none, none]
+    return gl.DistributedLinearLayout(
+        [[1, 0], [2, 0], *columns], lanes, [none, none], [], [4, HEADS]
+    )
+
+
+@gluon.constexpr_function
+def _columns(D, HEADS):
+    """[D, HEADS] with 8 neighbours of a head a thread."""
+    wide = min(32, D // 8)
+    return gl.BlockedLayout([8, 1], [wide, 32 // wide], [1, 4], [0, 1])
+
+
+@gluon.constexpr_function
+def _every(REQUESTS):
+    """All requests in each warp."""
+    return gl.BlockedLayout([max(1, REQUESTS // 32)], [32], [4], [0])
+
+
+@gluon.constexpr_function
+def _room(TILES):
+    """Tiles whose places are known: of those on their way, and of the one at hand."""
+    return 4 if TILES < 4 else 8
+
+
+@gluon.jit
+def _later(a, b):
+    return gl.maximum(a, b)
+
+
+@gluon.jit
+def _ends_of(of, REQUESTS: gl.constexpr):
+    """`packed.ends_of`."""
+    r = gl.arange(0, REQUESTS, layout=_every(REQUESTS))
+    length = rows.within(gl.load(of.lengths + r, mask=r < of.requests, other=0), of.tokens)
+    # of lengths that add up beyond 32 bits
+    end = gl.minimum(gl.associative_scan(length.to(gl.int64), 0, _plus), of.tokens).to(gl.int32)
+    return gl.where(r < of.requests, end, of.tokens + 1)
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def _index(entry, of, C: gl.constexpr):
+    return gl.load(of.index + entry // C.BLOCK, mask=entry < of.end, other=-1)
+
+
+@gluon.jit
+def _page(index, entry, of, C: gl.constexpr):
+    """(position of an entry, negative where the token does not see it, and its page)."""
+    valid = (index >= 0) & (index < (of.limit + C.BLOCK - 1) // C.BLOCK)
+    position = gl.where(valid, index, 0).to(gl.int32) * C.BLOCK + entry % C.BLOCK
+    valid = valid & (position < of.limit)
+    page = gl.load(of.table + position // C.PAGE, mask=valid, other=-1)
+    return gl.where(valid, position, -1), page
+
+
+@gluon.jit
+def _place(position, page, of, C: gl.constexpr):
+    """Its number among all slots of the cache, negative where it has none."""
+    valid = (position >= 0) & (page >= 0) & (page < of.pages)
+    place = gl.where(valid, page, 0).to(gl.int32) * C.PAGE + position % C.PAGE
+    return gl.where(valid, place, -1)
+
+
+@gluon.jit
+def _gather(base, steps, places, tile, C: gl.constexpr):
+    """Ask for rows; absent ones become 0."""
+    page_step, slot_step = steps
+    place = places.load(ROW)
+    there = gl.maximum(place, 0)
+    at = (there // C.PAGE).to(gl.int64) * page_step + (there % C.PAGE).to(gl.int64) * slot_step
+    d = gl.arange(0, C.D, layout=gl.SliceLayout(0, GATHER))
+    cp_async(tile, (base + at)[:, None] + d[None, :], mask=(place >= 0)[:, None])
+
+
+@gluon.jit
+def _highest(s, C: gl.constexpr):
+    """Of each column, in one exchange between the warps."""
+    REPEATS: gl.constexpr = C.KEYS // 64
+    top = gl.max(gl.max(gl.reshape(s, [REPEATS, 4, 16, C.BLOCK_H]), 2), 0)
+    top = gl.max(gl.convert_layout(top, _of_warps(C.BLOCK_H)), 0)
+    return gl.convert_layout(top, gl.SliceLayout(0, products(C.BLOCK_H)))
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tokens",
+        "requests",
+        "reach",
+        "table_stride",
+        "pages",
+        "chosen",
+        "per_split",
+    ]
+)
+def attend(
+    q,
+    key,
+    value,
+    index,
+    counts,
+    lengths,
+    key_lengths,
+    table,
+    sinks,
+    out,
+    partial,
+    partial_max,
+    partial_sum,
+    lse,
+    scale_log2,
+    tokens,
+    requests,
+    reach,
+    table_stride,
+    pages,
+    chosen,
+    per_split,
+    strides,
+    C: gl.constexpr,
+):
+    (
+        q_row,
+        q_head,
+        key_page,
+        key_slot,
+        key_head,
+        value_page,
+        value_slot,
+        value_head,
+        index_head,
+        index_row,
+        count_head,
+        count_row,
+    ) = strides
+    S: gl.constexpr = products(C.BLOCK_H)
+    GROUP: gl.constexpr = C.HEADS // C.SHARED
+    HEAD_TILES: gl.constexpr = (GROUP + C.BLOCK_H - 1) // C.BLOCK_H
+    KEY_TILES: gl.constexpr = C.KEY_TILES
+    VALUE_TILES: gl.constexpr = C.VALUE_TILES
+    ROOM: gl.constexpr = _room(KEY_TILES)
+    dtype: gl.constexpr = key.dtype.element_ty
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tile = gl.allocate_shared_memory(dtype, [C.BLOCK_H, C.D], SWIZZLED)
+    keys = gl.allocate_shared_memory(dtype, [KEY_TILES, C.KEYS, C.D], SWIZZLED)
+    values = gl.allocate_shared_memory(dtype, [VALUE_TILES, C.KEYS, C.D], SWIZZLED)
+    weights = gl.allocate_shared_memory(
+        dtype, [C.KEYS, C.BLOCK_H], gl.NVMMASharedLayout(2 * C.BLOCK_H, 16, 2)
+    )
+    places = gl.allocate_shared_memory(gl.int32, [ROOM, C.KEYS], FLAT)
+    program = gl.program_id(0)
+    tile = program % HEAD_TILES
+    split = program // HEAD_TILES % C.SPLITS
+    # neighbours read the same head of keys, of which L2 holds more than of all
+    row = (program // (HEAD_TILES * C.SPLITS) % tokens).to(gl.int64)
+    shared = (program // (HEAD_TILES * C.SPLITS) // tokens).to(gl.int64)
+    of = packed.Requests(lengths, key_lengths, table, tokens, requests, reach, table_stride, pages)
+    request, first, stop = packed.request_of(row, _ends_of(of, C.REQUESTS), of)
+    limit = rows.sees((row - first).to(gl.int32), stop - first, packed.keys_of(request, of), True)
+    limit = gl.where(request < requests, limit, 0)
+    entries = chosen
+    if counts is not None:
+        entries = rows.within(gl.load(counts + shared * count_head + row * count_row), chosen)
+    lo = split * per_split
+    hi = gl.minimum(lo + per_split, gl.where(limit > 0, entries * C.BLOCK, 0))
+    listed = Lists(
+        index + shared * index_head + row * index_row,
+        hi,
+        limit,
+        table + request.to(gl.int64) * table_stride,
+        pages,
+    )
+    of_keys = (key_page, key_slot)
+    of_values = (value_page, value_slot)
+    key += shared * key_head
+    value += shared * value_head
+
+    of_group = tile * C.BLOCK_H + gl.arange(0, C.BLOCK_H, layout=ROW)
+    d = gl.arange(0, C.D, layout=gl.SliceLayout(0, GATHER))
+    q_rows = q + row * q_row + ((shared * GROUP + of_group) * q_head)[:, None] + d[None, :]
+    cp_async(q_tile, q_rows, mask=(of_group < GROUP)[:, None])
+
+    entry = lo + gl.arange(0, KEY_TILES * C.KEYS, layout=LINE)
+    position, page = _page(_index(entry, listed, C), entry, listed, C)
+    place = _place(position, page, listed, C)
+    every = reinterpret(places, gl.int32, [ROOM * C.KEYS], FLAT)
+    every.slice(0, KEY_TILES * C.KEYS).store(place)
+    entry = lo + KEY_TILES * C.KEYS + gl.arange(0, C.KEYS, layout=LINE)
+    position, page = _page(_index(entry, listed, C), entry, listed, C)
+    entry += C.KEYS
+    block = _index(entry, listed, C)
+    barrier()
+    LATER: gl.constexpr = KEY_TILES + 1 - VALUE_TILES
+    for i in gl.static_range(KEY_TILES):
+        if i >= LATER:
+            _gather(value, of_values, places.index(i - LATER), values.index(i - LATER), C)
+        async_copy.commit_group()
+        _gather(key, of_keys, places.index(i), keys.index(i), C)
+        async_copy.commit_group()
+
+    row_max = gl.full([C.BLOCK_H], LOWEST, gl.float32, layout=gl.SliceLayout(0, S))
+    sums = gl.full([C.KEYS, C.BLOCK_H], 0.0, gl.float32, layout=S)
+    acc = gl.full([C.D, C.BLOCK_H], 0.0, gl.float32, layout=S)
+    for t in range((gl.maximum(hi - lo, 0) + C.KEYS - 1) // C.KEYS):
+        async_copy.wait_group(2 * KEY_TILES - 2)
+        fence_async_shared()
+        places.index((t + KEY_TILES) % ROOM).store(_place(position, page, listed, C))
+        position, page = _page(block, entry, listed, C)
+        entry += C.KEYS
+        block = _index(entry, listed, C)
+        barrier()  # the keys are there, and the last values are read
+        s = gl.full([C.KEYS, C.BLOCK_H], 0.0, gl.float32, layout=S)
+        s = warpgroup_mma(
+            keys.index(t % KEY_TILES), q_tile.permute((1, 0)), s, use_acc=False, is_async=True
+        )
+        ahead = t + VALUE_TILES - 1
+        _gather(value, of_values, places.index(ahead % ROOM), values.index(ahead % VALUE_TILES), C)
+        async_copy.commit_group()
+        there = places.index(t % ROOM).load(gl.SliceLayout(1, S)) >= 0
+        s = warpgroup_mma_wait(0, deps=[s]) * scale_log2
+        s = gl.where(there[:, None], s, float("-inf"))
+        new_max = gl.maximum(row_max, _highest(s, C))  # all warps have read the keys
+        ahead = t + KEY_TILES
+        _gather(key, of_keys, places.index(ahead % ROOM), keys.index(t % KEY_TILES), C)
+        async_copy.commit_group()
+        alpha = gl.exp2(row_max - new_max)
+        row_max = new_max
+        weight = gl.exp2(s - row_max[None, :])
+        weights.store(weight.to(dtype))
+        sums = sums * alpha[None, :] + weight
+        acc = acc * alpha[None, :]
+        async_copy.wait_group(2 * VALUE_TILES - 1)
+        fence_async_shared()
+        barrier()
+        acc = warpgroup_mma(
+            values.index(t % VALUE_TILES).permute((1, 0)), weights, acc, is_async=True
+        )
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    async_copy.wait_group(0)
+    barrier()  # what follows has this memory
+
+    row_sum = gl.sum(sums, 0)
+    of_group = tile * C.BLOCK_H + gl.arange(0, C.BLOCK_H, layout=gl.SliceLayout(0, S))
+    mask = of_group < GROUP
+    head = shared * GROUP + of_group
+    inverse, to, seen = softmax.finish(
+        row_max,
+        row_sum,
+        (row, split, head, mask),
+        sinks,
+        (out, partial, partial_max, partial_sum),
+        C.D,
+        C,
+    )
+    if C.SPLITS == 1 and C.STATS:
+        log = row_max * LN2 + gl.log(gl.where(seen, row_sum, 1.0))
+        gl.store(lse + row * C.HEADS + head, gl.where(seen, log, float("-inf")), mask=mask)
+    COLUMNS: gl.constexpr = _columns(C.D, C.BLOCK_H)
+    o = gl.convert_layout((acc * inverse[None, :]).to(to.dtype.element_ty), COLUMNS)
+    to = gl.convert_layout(to, gl.SliceLayout(0, COLUMNS))
+    d = gl.arange(0, C.D, layout=gl.SliceLayout(1, COLUMNS))
+    of_group = tile * C.BLOCK_H + gl.arange(0, C.BLOCK_H, layout=gl.SliceLayout(0, COLUMNS))
+    gl.store(to[None, :] + d[:, None], o, mask=(of_group < GROUP)[None, :])
+
+
+@dataclass(frozen=True)
+class Tiles:
+    heads: int
+    keys: int
+    key_tiles: int
+    value_tiles: int
+    splits: int = 1
+
+
+def shared_bytes(tile: Tiles, size: int) -> int:
+    """Of shared memory that a program takes: queries, keys and values on their way, weights,
+    places."""
+    under_way = (tile.key_tiles + tile.value_tiles) * tile.keys * size
+    places = 4 * _room(tile.key_tiles) * tile.keys
+    return 2 * (tile.heads * size + under_way + tile.keys * tile.heads) + places
+
+
+def tiles(count: int, group: int, entries: int, size: int, device: torch.device) -> Tiles:
+    """For `count` tokens times heads of keys."""
+    heads = min(64, max(16, power_of_two(group)))
+    tile = Tiles(heads, 64, 2, 1 if size == 256 else 2)
+    items, splits = count * cdiv(group, heads), 1
+    # two programs a processor, of at least 128 positions each
+    while splits * items <= gpu.num_sms(device) and 2 * splits * 128 <= entries:
+        splits *= 2
+    return Tiles(heads, tile.keys, tile.key_tiles, tile.value_tiles, splits)
+
+
+def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Heads of whole stripes of shared memory, steps of 16 numbers, by which the compiler knows
+    that rows are aligned."""
+    steps = (*query.stride()[:2], *key.stride()[:3], *value.stride()[:3])
+    return (
+        gpu.is_hopper(query.device)
+        and query.shape[-1] in (64, 128, 256)
+        and not any(step % 16 for step in steps)
+        and aligned(query, key, value)
+    )
+
+
+def constants(tile: Tiles, of_call: dict[str, Any]) -> Constants:
+    return Constants(
+        **of_call, KEYS=tile.keys, KEY_TILES=tile.key_tiles, VALUE_TILES=tile.value_tiles
+    )
