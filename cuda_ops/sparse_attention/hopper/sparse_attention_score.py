@@ -16,7 +16,7 @@ no token sees as zeros.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -379,7 +379,7 @@ def tiles(count: int, group: int, entries: int, size: int, device: torch.device)
     # two programs a processor, of at least 128 positions each
     while splits * items <= gpu.num_sms(device) and 2 * splits * 128 <= entries:
         splits *= 2
-    return Tiles(heads, tile.keys, tile.key_tiles, tile.value_tiles, splits)
+    return replace(tile, splits=splits)
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
