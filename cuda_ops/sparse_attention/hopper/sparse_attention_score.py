@@ -293,13 +293,13 @@ def attend(
     sums = gl.full([C.KEYS, C.BLOCK_H], 0.0, gl.float32, layout=S)
     acc = gl.full([C.D, C.BLOCK_H], 0.0, gl.float32, layout=S)
     for t in range((gl.maximum(hi - lo, 0) + C.KEYS - 1) // C.KEYS):
-        async_copy.wait_group(2 * KEY_TILES - 2)
-        fence_async_shared()
         places.index((t + KEY_TILES) % ROOM).store(_place(position, page, listed, C))
         position, page = _page(block, entry, listed, C)
         entry += C.KEYS
         block = _index(entry, listed, C)
+        async_copy.wait_group(2 * KEY_TILES - 2)
         barrier()  # the keys are there, and the last values are read
+        fence_async_shared()
         s = gl.full([C.KEYS, C.BLOCK_H], 0.0, gl.float32, layout=S)
         s = warpgroup_mma(
             keys.index(t % KEY_TILES), q_tile.permute((1, 0)), s, use_acc=False, is_async=True
@@ -321,8 +321,8 @@ def attend(
         sums = sums * alpha[None, :] + weight
         acc = acc * alpha[None, :]
         async_copy.wait_group(2 * VALUE_TILES - 1)
-        fence_async_shared()
         barrier()
+        fence_async_shared()
         acc = warpgroup_mma(
             values.index(t % VALUE_TILES).permute((1, 0)), weights, acc, is_async=True
         )
