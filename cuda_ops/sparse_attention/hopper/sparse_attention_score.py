@@ -62,10 +62,9 @@ class Constants(NamedTuple):
     VALUE_TILES: int
 
 
-class Lists(NamedTuple):
-    """What names a token's keys: entries up to `end` of its list, positions below `limit`."""
+class Bounds(NamedTuple):
+    """What a program reads of a token's keys: entries below `end`, positions below `limit`."""
 
-    index: Any
     end: Any
     limit: Any
     table: Any
@@ -110,34 +109,29 @@ def _room(TILES):
 
 
 @gluon.jit
-def _later(a, b):
-    return gl.maximum(a, b)
-
-
-@gluon.jit
-def _ends_of(of, REQUESTS: gl.constexpr):
-    """`packed.ends_of`."""
-    r = gl.arange(0, REQUESTS, layout=_every(REQUESTS))
-    length = rows.within(gl.load(of.lengths + r, mask=r < of.requests, other=0), of.tokens)
-    # of lengths that add up beyond 32 bits
-    end = gl.minimum(gl.associative_scan(length.to(gl.int64), 0, _plus), of.tokens).to(gl.int32)
-    return gl.where(r < of.requests, end, of.tokens + 1)
-
-
-@gluon.jit
 def _plus(a, b):
     return a + b
 
 
 @gluon.jit
-def _index(entry, of, C: gl.constexpr):
-    return gl.load(of.index + entry // C.BLOCK, mask=entry < of.end, other=-1)
+def _locate(row, of, REQUESTS: gl.constexpr):
+    """`packed.locate`, whose loads wait for none of each other."""
+    r = gl.arange(0, REQUESTS, layout=_every(REQUESTS))
+    length = rows.within(gl.load(of.lengths + r, mask=r < of.requests, other=0), of.tokens)
+    held = rows.within(gl.load(of.key_lengths + r, mask=r < of.requests, other=0), of.reach)
+    # of lengths that add up beyond 32 bits
+    end = gl.minimum(gl.associative_scan(length.to(gl.int64), 0, _plus), of.tokens).to(gl.int32)
+    end = gl.where(r < of.requests, end, of.tokens + 1)
+    request, first, stop = packed.request_of(row, end, of)
+    held = gl.sum(gl.where(r == request, held, 0), 0)
+    limit = rows.sees((row - first).to(gl.int32), stop - first, held, True)
+    return request, gl.where(request < of.requests, limit, 0)
 
 
 @gluon.jit
 def _page(index, entry, of, C: gl.constexpr):
     """(position of an entry, negative where the token does not see it, and its page)."""
-    valid = (index >= 0) & (index < (of.limit + C.BLOCK - 1) // C.BLOCK)
+    valid = (entry < of.end) & (index >= 0) & (index < (of.limit + C.BLOCK - 1) // C.BLOCK)
     position = gl.where(valid, index, 0).to(gl.int32) * C.BLOCK + entry % C.BLOCK
     valid = valid & (position < of.limit)
     page = gl.load(of.table + position // C.PAGE, mask=valid, other=-1)
@@ -241,45 +235,41 @@ def attend(
     places = gl.allocate_shared_memory(gl.int32, [ROOM, C.KEYS], FLAT)
     program = gl.program_id(0)
     tile = program % HEAD_TILES
-    split = program // HEAD_TILES % C.SPLITS
-    # neighbours read the same head of keys, of which L2 holds more than of all
-    row = (program // (HEAD_TILES * C.SPLITS) % tokens).to(gl.int64)
-    shared = (program // (HEAD_TILES * C.SPLITS) // tokens).to(gl.int64)
-    of = packed.Requests(lengths, key_lengths, table, tokens, requests, reach, table_stride, pages)
-    request, first, stop = packed.request_of(row, _ends_of(of, C.REQUESTS), of)
-    limit = rows.sees((row - first).to(gl.int32), stop - first, packed.keys_of(request, of), True)
-    limit = gl.where(request < requests, limit, 0)
-    entries = chosen
-    if counts is not None:
-        entries = rows.within(gl.load(counts + shared * count_head + row * count_row), chosen)
+    # neighbours read the same head of keys and part of the lists, of which L2 holds more than of all
+    row = (program // HEAD_TILES % tokens).to(gl.int64)
+    shared = (program // HEAD_TILES // tokens % C.SHARED).to(gl.int64)
+    split = program // HEAD_TILES // tokens // C.SHARED
+    listed = index + shared * index_head + row * index_row
     lo = split * per_split
-    hi = gl.minimum(lo + per_split, gl.where(limit > 0, entries * C.BLOCK, 0))
-    listed = Lists(
-        index + shared * index_head + row * index_row,
-        hi,
-        limit,
-        table + request.to(gl.int64) * table_stride,
-        pages,
-    )
-    of_keys = (key_page, key_slot)
-    of_values = (value_page, value_slot)
-    key += shared * key_head
-    value += shared * value_head
-
+    last = chosen * C.BLOCK
+    first_entry = lo + gl.arange(0, KEY_TILES * C.KEYS, layout=LINE)
+    first_block = gl.load(listed + first_entry // C.BLOCK, mask=first_entry < last, other=-1)
+    entry = lo + KEY_TILES * C.KEYS + gl.arange(0, C.KEYS, layout=LINE)
+    block = gl.load(listed + entry // C.BLOCK, mask=entry < last, other=-1)
+    if counts is not None:
+        count = gl.load(counts + shared * count_head + row * count_row)
+        last = rows.within(count, chosen) * C.BLOCK
     of_group = tile * C.BLOCK_H + gl.arange(0, C.BLOCK_H, layout=ROW)
     d = gl.arange(0, C.D, layout=gl.SliceLayout(0, GATHER))
     q_rows = q + row * q_row + ((shared * GROUP + of_group) * q_head)[:, None] + d[None, :]
     cp_async(q_tile, q_rows, mask=(of_group < GROUP)[:, None])
 
-    entry = lo + gl.arange(0, KEY_TILES * C.KEYS, layout=LINE)
-    position, page = _page(_index(entry, listed, C), entry, listed, C)
-    place = _place(position, page, listed, C)
+    of = packed.Requests(lengths, key_lengths, table, tokens, requests, reach, table_stride, pages)
+    request, limit = _locate(row, of, C.REQUESTS)
+    hi = gl.minimum(lo + per_split, gl.where(limit > 0, last, 0))
+    bounds = Bounds(hi, limit, table + request.to(gl.int64) * table_stride, pages)
+    of_keys = (key_page, key_slot)
+    of_values = (value_page, value_slot)
+    key += shared * key_head
+    value += shared * value_head
+
+    position, page = _page(first_block, first_entry, bounds, C)
+    place = _place(position, page, bounds, C)
     every = reinterpret(places, gl.int32, [ROOM * C.KEYS], FLAT)
     every.slice(0, KEY_TILES * C.KEYS).store(place)
-    entry = lo + KEY_TILES * C.KEYS + gl.arange(0, C.KEYS, layout=LINE)
-    position, page = _page(_index(entry, listed, C), entry, listed, C)
+    position, page = _page(block, entry, bounds, C)
     entry += C.KEYS
-    block = _index(entry, listed, C)
+    block = gl.load(listed + entry // C.BLOCK, mask=entry < hi, other=-1)
     barrier()
     LATER: gl.constexpr = KEY_TILES + 1 - VALUE_TILES
     for i in gl.static_range(KEY_TILES):
@@ -293,10 +283,10 @@ def attend(
     sums = gl.full([C.KEYS, C.BLOCK_H], 0.0, gl.float32, layout=S)
     acc = gl.full([C.D, C.BLOCK_H], 0.0, gl.float32, layout=S)
     for t in range((gl.maximum(hi - lo, 0) + C.KEYS - 1) // C.KEYS):
-        places.index((t + KEY_TILES) % ROOM).store(_place(position, page, listed, C))
-        position, page = _page(block, entry, listed, C)
+        places.index((t + KEY_TILES) % ROOM).store(_place(position, page, bounds, C))
+        position, page = _page(block, entry, bounds, C)
         entry += C.KEYS
-        block = _index(entry, listed, C)
+        block = gl.load(listed + entry // C.BLOCK, mask=entry < hi, other=-1)
         async_copy.wait_group(2 * KEY_TILES - 2)
         barrier()  # the keys are there, and the last values are read
         fence_async_shared()
