@@ -8,10 +8,9 @@ rows are keys and columns of values, and its columns are heads.  Both operands l
     scores [keys, heads] = keys [keys, D] x queries^T [D, heads]
     out    [D, heads]   += values^T [D, keys] x weights [keys, heads]
 
-One warpgroup does everything, and other programs on its multiprocessor hide what it waits for.  Each
-thread finds out where one key lies: its block's index, its page and the place reach it one tile
-after the other, so that no tile waits for either.  Keys and values come row by row (cp.async), what
-no token sees as zeros.
+One warpgroup does everything, and others on its multiprocessor hide what it waits for.  Each thread
+finds out where one key lies.  Its block, its page and its place are a tile apart, so that no tile
+waits for them.  Keys and values come row by row (cp.async), and zeros for what no token sees.
 """
 
 from __future__ import annotations
@@ -235,7 +234,7 @@ def attend(
     places = gl.allocate_shared_memory(gl.int32, [ROOM, C.KEYS], FLAT)
     program = gl.program_id(0)
     tile = program % HEAD_TILES
-    # neighbours read the same head of keys and part of the lists, of which L2 holds more than of all
+    # neighbours read one head of keys and one part of the lists: L2 holds more of that than of all
     row = (program // HEAD_TILES % tokens).to(gl.int64)
     shared = (program // HEAD_TILES // tokens % C.SHARED).to(gl.int64)
     split = program // HEAD_TILES // tokens // C.SHARED
