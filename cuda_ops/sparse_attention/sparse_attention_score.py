@@ -8,8 +8,9 @@ A program holds the query heads of one token that share a head of keys, and walk
 of its blocks, tile by tile.  Where blocks and pages are whole tiles, a tile is named by one number
 of the list and one of the table; else each of its keys by its own.
 
-    condition    kernels
-    any          _attend
+    condition                         kernels
+    Hopper, D 64, 128 or 256          hopper/sparse_attention_score.py
+    else                              _attend
 
 Few tokens: the positions are split over programs, whose parts common/combine.py puts together.
 """
@@ -47,12 +48,12 @@ class Constants(NamedTuple):
     HAS_SINK: bool
     STATS: bool
     SPLITS: int
-    CHAINED: bool
     BLOCK_H: int
     BLOCK_N: int
     BLOCK_D: int
     WHOLE: bool
     STAGES: int
+    CHAINED: bool
 
 
 @triton.jit
@@ -198,7 +199,7 @@ def shared_bytes(tile: Tiles, size: int) -> int:
 
 def tiles(count: int, group: int, entries: int, size: int, device: torch.device) -> Tiles | None:
     """For `count` tokens times heads of keys, the first that fits into this GPU."""
-    heads = min(64, max(16, power_of_two(group)))
+    heads = _heads(group)
     limit = gpu.shared_memory(device)
     tiers = [Tiles(heads, 64, 3 if size <= 128 else 2)]
     tiers += [Tiles(heads, 32, stages) for stages in (2, 1)]
@@ -206,8 +207,22 @@ def tiles(count: int, group: int, entries: int, size: int, device: torch.device)
     tile = next((each for each in tiers if shared_bytes(each, size) <= limit), None)
     if tile is None:
         return None
-    items, splits = count * cdiv(group, tile.heads), 1
-    # two programs a processor, of at least 128 positions each
+    return _in_parts(tile, count * cdiv(group, tile.heads), entries, device)
+
+
+def hopper_tiles(count: int, group: int, entries: int, size: int, device: torch.device) -> Tiles:
+    """For hopper/sparse_attention_score.py, whose products have 64 keys."""
+    tile = Tiles(_heads(group), 64, 2)
+    return _in_parts(tile, count * cdiv(group, tile.heads), entries, device)
+
+
+def _heads(group: int) -> int:
+    return min(64, max(16, power_of_two(group)))
+
+
+def _in_parts(tile: Tiles, items: int, entries: int, device: torch.device) -> Tiles:
+    """Two programs a processor, of at least 128 positions each."""
+    splits = 1
     while splits * items <= gpu.num_sms(device) and 2 * splits * 128 <= entries:
         splits *= 2
     return replace(tile, splits=splits)
@@ -232,6 +247,10 @@ def unsupported(
     return rows.too_many(positions, "positions")
 
 
+def _plain(programs: int, C: Constants, **x: Any) -> None:
+    launches.kernel(_attend, programs)(**x, C=C, num_warps=4)
+
+
 def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     query, key, value, index = x["query"], x["key"], x["value"], x["select_idx"]
     counts, sinks = x["select_num_idx"], x["sinks"]
@@ -247,11 +266,11 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     block, chosen = block_within(x["block_size"], requests["reach"]), x["top_k"]
     group, entries = heads // shared, chosen * block
     on_hopper = hopper.supports(query, key, value)
-    cut = hopper.tiles if on_hopper else tiles
+    cut = hopper_tiles if on_hopper else tiles
     tile = cut(tokens * shared, group, entries, size, device)
     assert tile is not None
     parts = Parts.of(tile.splits, tokens * heads, size, lse)
-    constants = dict(
+    C = Constants(
         HEADS=heads,
         SHARED=shared,
         D=size,
@@ -261,27 +280,23 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         HAS_SINK=sinks is not None,
         STATS=x["return_softmax_lse"],
         SPLITS=tile.splits,
-        CHAINED=is_chained(device, tile.splits),
         BLOCK_H=tile.heads,
+        BLOCK_N=tile.keys,
+        BLOCK_D=max(16, power_of_two(size)),
+        WHOLE=block % tile.keys == 0 and key.shape[1] % tile.keys == 0,
+        STAGES=tile.stages,
+        CHAINED=is_chained(device, tile.splits),
     )
-    if isinstance(tile, hopper.Tiles):
-        kernel, C = hopper.attend, hopper.constants(tile, constants)
-    else:
-        kernel = _attend
-        C = Constants(
-            **constants,
-            BLOCK_N=tile.keys,
-            BLOCK_D=max(16, power_of_two(size)),
-            WHOLE=block % tile.keys == 0 and key.shape[1] % tile.keys == 0,
-            STAGES=tile.stages,
-        )
     programs = tokens * shared * tile.splits * cdiv(group, tile.heads)
-    launches.kernel(kernel, programs)(
-        query,
-        key,
-        value,
-        index,
-        counts,
+    launch = hopper.launch if on_hopper else _plain
+    launch(
+        programs,
+        C,
+        q=query,
+        key=key,
+        value=value,
+        index=index,
+        counts=counts,
         sinks=lse if sinks is None else sinks,
         out=out,
         **parts.arguments,
@@ -297,8 +312,6 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
             *_steps(index),
             *_steps(counts),
         ),
-        C=C,
-        num_warps=4,
     )
     if tile.splits > 1:
         combine(parts, sinks, out, lse, None)

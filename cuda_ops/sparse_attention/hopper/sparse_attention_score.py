@@ -15,10 +15,8 @@ waits for them.  Keys and values come row by row (cp.async), and zeros for what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,32 +31,12 @@ from ...common import gpu, packed, rows, softmax
 from ...common.gluon_names import barrier, cp_async, reinterpret
 from ...common.hopper.tma import aligned
 from ...common.log2 import LN2
-from ...common.tiling import cdiv, power_of_two
+from ...runtime import launches
 
 LOWEST = gl.constexpr(-1e30)  # below any score: keeps exp2(-inf - LOWEST) = 0 free of NaN
 GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 ROW = gl.constexpr(gl.SliceLayout(1, GATHER))
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one entry a thread
-
-
-class Constants(NamedTuple):
-    """A tile has KEYS keys; KEY_TILES tiles of keys and VALUE_TILES of values are in memory or on
-    their way at a time."""
-
-    HEADS: int
-    SHARED: int
-    D: int
-    BLOCK: int
-    PAGE: int
-    REQUESTS: int
-    HAS_SINK: bool
-    STATS: bool
-    SPLITS: int
-    CHAINED: bool
-    BLOCK_H: int
-    KEYS: int
-    KEY_TILES: int
-    VALUE_TILES: int
 
 
 class Bounds(NamedTuple):
@@ -71,14 +49,14 @@ class Bounds(NamedTuple):
 
 
 @gluon.constexpr_function
-def products(HEADS):
+def _products(HEADS):
     """Of both products."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
 
 
 @gluon.constexpr_function
 def _of_warps(HEADS):
-    """[4, HEADS]: the columns as `products` has them, one number of each warp in every thread."""
+    """[4, HEADS]: the columns as `_products` has them, one number of each warp in every thread."""
     columns = [[0, 1]]
     columns += [[0, 8 << i] for i in range(3) if 8 << i < HEADS]
     none = [0, 0]
@@ -159,10 +137,10 @@ def _gather(base, steps, places, tile, C: gl.constexpr):
 @gluon.jit
 def _highest(s, C: gl.constexpr):
     """Of each column, in one exchange between the warps."""
-    REPEATS: gl.constexpr = C.KEYS // 64
+    REPEATS: gl.constexpr = C.BLOCK_N // 64
     top = gl.max(gl.max(gl.reshape(s, [REPEATS, 4, 16, C.BLOCK_H]), 2), 0)
     top = gl.max(gl.convert_layout(top, _of_warps(C.BLOCK_H)), 0)
-    return gl.convert_layout(top, gl.SliceLayout(0, products(C.BLOCK_H)))
+    return gl.convert_layout(top, gl.SliceLayout(0, _products(C.BLOCK_H)))
 
 
 @gluon.jit(
@@ -176,7 +154,7 @@ def _highest(s, C: gl.constexpr):
         "per_split",
     ]
 )
-def attend(
+def _attend(
     q,
     key,
     value,
@@ -201,6 +179,7 @@ def attend(
     per_split,
     strides,
     C: gl.constexpr,
+    VALUE_TILES: gl.constexpr,
 ):
     (
         q_row,
@@ -216,22 +195,21 @@ def attend(
         count_head,
         count_row,
     ) = strides
-    S: gl.constexpr = products(C.BLOCK_H)
+    S: gl.constexpr = _products(C.BLOCK_H)
     GROUP: gl.constexpr = C.HEADS // C.SHARED
     HEAD_TILES: gl.constexpr = (GROUP + C.BLOCK_H - 1) // C.BLOCK_H
-    KEY_TILES: gl.constexpr = C.KEY_TILES
-    VALUE_TILES: gl.constexpr = C.VALUE_TILES
+    KEY_TILES: gl.constexpr = C.STAGES
     ROOM: gl.constexpr = _room(KEY_TILES)
     dtype: gl.constexpr = key.dtype.element_ty
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tile = gl.allocate_shared_memory(dtype, [C.BLOCK_H, C.D], SWIZZLED)
-    keys = gl.allocate_shared_memory(dtype, [KEY_TILES, C.KEYS, C.D], SWIZZLED)
-    values = gl.allocate_shared_memory(dtype, [VALUE_TILES, C.KEYS, C.D], SWIZZLED)
+    keys = gl.allocate_shared_memory(dtype, [KEY_TILES, C.BLOCK_N, C.D], SWIZZLED)
+    values = gl.allocate_shared_memory(dtype, [VALUE_TILES, C.BLOCK_N, C.D], SWIZZLED)
     weights = gl.allocate_shared_memory(
-        dtype, [C.KEYS, C.BLOCK_H], gl.NVMMASharedLayout(2 * C.BLOCK_H, 16, 2)
+        dtype, [C.BLOCK_N, C.BLOCK_H], gl.NVMMASharedLayout(2 * C.BLOCK_H, 16, 2)
     )
-    places = gl.allocate_shared_memory(gl.int32, [ROOM, C.KEYS], FLAT)
+    places = gl.allocate_shared_memory(gl.int32, [ROOM, C.BLOCK_N], FLAT)
     program = gl.program_id(0)
     tile = program % HEAD_TILES
     # neighbours read one head of keys and one part of the lists: L2 holds more of that than of all
@@ -241,9 +219,9 @@ def attend(
     listed = index + shared * index_head + row * index_row
     lo = split * per_split
     last = chosen * C.BLOCK
-    first_entry = lo + gl.arange(0, KEY_TILES * C.KEYS, layout=LINE)
+    first_entry = lo + gl.arange(0, KEY_TILES * C.BLOCK_N, layout=LINE)
     first_block = gl.load(listed + first_entry // C.BLOCK, mask=first_entry < last, other=-1)
-    entry = lo + KEY_TILES * C.KEYS + gl.arange(0, C.KEYS, layout=LINE)
+    entry = lo + KEY_TILES * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=LINE)
     block = gl.load(listed + entry // C.BLOCK, mask=entry < last, other=-1)
     if counts is not None:
         count = gl.load(counts + shared * count_head + row * count_row)
@@ -264,10 +242,10 @@ def attend(
 
     position, page = _page(first_block, first_entry, bounds, C)
     place = _place(position, page, bounds, C)
-    every = reinterpret(places, gl.int32, [ROOM * C.KEYS], FLAT)
-    every.slice(0, KEY_TILES * C.KEYS).store(place)
+    every = reinterpret(places, gl.int32, [ROOM * C.BLOCK_N], FLAT)
+    every.slice(0, KEY_TILES * C.BLOCK_N).store(place)
     position, page = _page(block, entry, bounds, C)
-    entry += C.KEYS
+    entry += C.BLOCK_N
     block = gl.load(listed + entry // C.BLOCK, mask=entry < hi, other=-1)
     barrier()
     LATER: gl.constexpr = KEY_TILES + 1 - VALUE_TILES
@@ -279,17 +257,17 @@ def attend(
         async_copy.commit_group()
 
     row_max = gl.full([C.BLOCK_H], LOWEST, gl.float32, layout=gl.SliceLayout(0, S))
-    sums = gl.full([C.KEYS, C.BLOCK_H], 0.0, gl.float32, layout=S)
+    sums = gl.full([C.BLOCK_N, C.BLOCK_H], 0.0, gl.float32, layout=S)
     acc = gl.full([C.D, C.BLOCK_H], 0.0, gl.float32, layout=S)
-    for t in range((gl.maximum(hi - lo, 0) + C.KEYS - 1) // C.KEYS):
+    for t in range((gl.maximum(hi - lo, 0) + C.BLOCK_N - 1) // C.BLOCK_N):
         places.index((t + KEY_TILES) % ROOM).store(_place(position, page, bounds, C))
         position, page = _page(block, entry, bounds, C)
-        entry += C.KEYS
+        entry += C.BLOCK_N
         block = gl.load(listed + entry // C.BLOCK, mask=entry < hi, other=-1)
         async_copy.wait_group(2 * KEY_TILES - 2)
         barrier()  # the keys are there, and the last values are read
         fence_async_shared()
-        s = gl.full([C.KEYS, C.BLOCK_H], 0.0, gl.float32, layout=S)
+        s = gl.full([C.BLOCK_N, C.BLOCK_H], 0.0, gl.float32, layout=S)
         s = warpgroup_mma(
             keys.index(t % KEY_TILES), q_tile.permute((1, 0)), s, use_acc=False, is_async=True
         )
@@ -343,34 +321,6 @@ def attend(
     gl.store(to[None, :] + d[:, None], o, mask=(of_group < GROUP)[None, :])
 
 
-@dataclass(frozen=True)
-class Tiles:
-    heads: int
-    keys: int
-    key_tiles: int
-    value_tiles: int
-    splits: int = 1
-
-
-def shared_bytes(tile: Tiles, size: int) -> int:
-    """Of shared memory that a program takes: queries, keys and values on their way, weights,
-    places."""
-    under_way = (tile.key_tiles + tile.value_tiles) * tile.keys * size
-    places = 4 * _room(tile.key_tiles) * tile.keys
-    return 2 * (tile.heads * size + under_way + tile.keys * tile.heads) + places
-
-
-def tiles(count: int, group: int, entries: int, size: int, device: torch.device) -> Tiles:
-    """For `count` tokens times heads of keys."""
-    heads = min(64, max(16, power_of_two(group)))
-    tile = Tiles(heads, 64, 2, 1 if size == 256 else 2)
-    items, splits = count * cdiv(group, heads), 1
-    # two programs a processor, of at least 128 positions each
-    while splits * items <= gpu.num_sms(device) and 2 * splits * 128 <= entries:
-        splits *= 2
-    return replace(tile, splits=splits)
-
-
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Heads of whole stripes of shared memory, steps of 16 numbers, by which the compiler knows
     that rows are aligned."""
@@ -383,7 +333,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def constants(tile: Tiles, of_call: dict[str, Any]) -> Constants:
-    return Constants(
-        **of_call, KEYS=tile.keys, KEY_TILES=tile.key_tiles, VALUE_TILES=tile.value_tiles
-    )
+def launch(programs: int, C: Any, **x: Any) -> None:
+    """The call of the file above.  As many values are on their way as leave room for another
+    program."""
+    launches.kernel(_attend, programs)(**x, C=C, VALUE_TILES=1 if C.D == 256 else 2, num_warps=4)

@@ -34,8 +34,8 @@ def test_numbers(monkeypatch, name, dtype, splits):
     stand_in(monkeypatch, hopper, packed, rows, softmax)
     stand_in(monkeypatch, combine)
     monkeypatch.setattr(hopper, "supports", lambda *_: True)
-    cut = hopper.tiles
-    monkeypatch.setattr(hopper, "tiles", lambda *x: replace(cut(*x), splits=splits))
+    cut = plain.hopper_tiles
+    monkeypatch.setattr(plain, "hopper_tiles", lambda *x: replace(cut(*x), splits=splits))
     problem = Problem(**(dict(size=128) | WIDE[name])).rounded_to(dtype)
     arguments = problem.arguments(torch.device("cpu"), dtype)
     arguments.setdefault("select_num_idx", None)
