@@ -39,6 +39,14 @@ ROW = gl.constexpr(gl.SliceLayout(1, GATHER))
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one entry a thread
 
 
+class Cache(NamedTuple):
+    """Keys or values of a head: where they begin, from page to page, from slot to slot."""
+
+    base: Any
+    page_step: Any
+    slot_step: Any
+
+
 class Bounds(NamedTuple):
     """What a program reads of a token's keys: entries below `end`, positions below `limit`."""
 
@@ -75,8 +83,8 @@ def _columns(D, HEADS):
 
 @gluon.constexpr_function
 def _every(REQUESTS):
-    """All requests in each warp."""
-    return gl.BlockedLayout([max(1, REQUESTS // 32)], [32], [4], [0])
+    """All requests in each warp, up to 256."""
+    return gl.BlockedLayout([min(8, max(1, REQUESTS // 32))], [32], [4], [0])
 
 
 @gluon.constexpr_function
@@ -124,14 +132,14 @@ def _place(position, page, of, C: gl.constexpr):
 
 
 @gluon.jit
-def _gather(base, steps, places, tile, C: gl.constexpr):
+def _gather(cache, places, tile, C: gl.constexpr):
     """Ask for rows; absent ones become 0."""
-    page_step, slot_step = steps
     place = places.load(ROW)
     there = gl.maximum(place, 0)
-    at = (there // C.PAGE).to(gl.int64) * page_step + (there % C.PAGE).to(gl.int64) * slot_step
+    page = (there // C.PAGE).to(gl.int64) * cache.page_step
+    slot = (there % C.PAGE).to(gl.int64) * cache.slot_step
     d = gl.arange(0, C.D, layout=gl.SliceLayout(0, GATHER))
-    cp_async(tile, (base + at)[:, None] + d[None, :], mask=(place >= 0)[:, None])
+    cp_async(tile, (cache.base + page + slot)[:, None] + d[None, :], mask=(place >= 0)[:, None])
 
 
 @gluon.jit
@@ -141,6 +149,25 @@ def _highest(s, C: gl.constexpr):
     top = gl.max(gl.max(gl.reshape(s, [REPEATS, 4, 16, C.BLOCK_H]), 2), 0)
     top = gl.max(gl.convert_layout(top, _of_warps(C.BLOCK_H)), 0)
     return gl.convert_layout(top, gl.SliceLayout(0, _products(C.BLOCK_H)))
+
+
+@gluon.jit
+def _finish(acc, row_max, row_sum, row, split, shared, tile, sinks, lse, places, C: gl.constexpr):
+    """Store what the heads of a tile have seen."""
+    GROUP: gl.constexpr = C.HEADS // C.SHARED
+    COLUMNS: gl.constexpr = _columns(C.D, C.BLOCK_H)
+    of_group = tile * C.BLOCK_H + gl.arange(0, C.BLOCK_H, layout=row_max.type.layout)
+    head, mask = shared * GROUP + of_group, of_group < GROUP
+    heads = (row, split, head, mask)
+    inverse, to, seen = softmax.finish(row_max, row_sum, heads, sinks, places, C.D, C)
+    if C.SPLITS == 1 and C.STATS:
+        log = row_max * LN2 + gl.log(gl.where(seen, row_sum, 1.0))
+        gl.store(lse + row * C.HEADS + head, gl.where(seen, log, float("-inf")), mask=mask)
+    o = gl.convert_layout((acc * inverse[None, :]).to(to.dtype.element_ty), COLUMNS)
+    to = gl.convert_layout(to, gl.SliceLayout(0, COLUMNS))
+    of_group = tile * C.BLOCK_H + gl.arange(0, C.BLOCK_H, layout=gl.SliceLayout(0, COLUMNS))
+    d = gl.arange(0, C.D, layout=gl.SliceLayout(1, COLUMNS))
+    gl.store(to[None, :] + d[:, None], o, mask=(of_group < GROUP)[None, :])
 
 
 @gluon.jit(
@@ -235,10 +262,8 @@ def _attend(
     request, limit = _locate(row, of, C.REQUESTS)
     hi = gl.minimum(lo + per_split, gl.where(limit > 0, last, 0))
     bounds = Bounds(hi, limit, table + request.to(gl.int64) * table_stride, pages)
-    of_keys = (key_page, key_slot)
-    of_values = (value_page, value_slot)
-    key += shared * key_head
-    value += shared * value_head
+    of_keys = Cache(key + shared * key_head, key_page, key_slot)
+    of_values = Cache(value + shared * value_head, value_page, value_slot)
 
     position, page = _page(first_block, first_entry, bounds, C)
     place = _place(position, page, bounds, C)
@@ -251,9 +276,9 @@ def _attend(
     LATER: gl.constexpr = KEY_TILES + 1 - VALUE_TILES
     for i in gl.static_range(KEY_TILES):
         if i >= LATER:
-            _gather(value, of_values, places.index(i - LATER), values.index(i - LATER), C)
+            _gather(of_values, places.index(i - LATER), values.index(i - LATER), C)
         async_copy.commit_group()
-        _gather(key, of_keys, places.index(i), keys.index(i), C)
+        _gather(of_keys, places.index(i), keys.index(i), C)
         async_copy.commit_group()
 
     row_max = gl.full([C.BLOCK_H], LOWEST, gl.float32, layout=gl.SliceLayout(0, S))
@@ -272,14 +297,14 @@ def _attend(
             keys.index(t % KEY_TILES), q_tile.permute((1, 0)), s, use_acc=False, is_async=True
         )
         ahead = t + VALUE_TILES - 1
-        _gather(value, of_values, places.index(ahead % ROOM), values.index(ahead % VALUE_TILES), C)
+        _gather(of_values, places.index(ahead % ROOM), values.index(ahead % VALUE_TILES), C)
         async_copy.commit_group()
         there = places.index(t % ROOM).load(gl.SliceLayout(1, S)) >= 0
         s = warpgroup_mma_wait(0, deps=[s]) * scale_log2
         s = gl.where(there[:, None], s, float("-inf"))
         new_max = gl.maximum(row_max, _highest(s, C))  # all warps have read the keys
         ahead = t + KEY_TILES
-        _gather(key, of_keys, places.index(ahead % ROOM), keys.index(t % KEY_TILES), C)
+        _gather(of_keys, places.index(ahead % ROOM), keys.index(t % KEY_TILES), C)
         async_copy.commit_group()
         alpha = gl.exp2(row_max - new_max)
         row_max = new_max
@@ -296,29 +321,8 @@ def _attend(
         acc = warpgroup_mma_wait(0, deps=[acc])
     async_copy.wait_group(0)
     barrier()  # what follows has this memory
-
-    row_sum = gl.sum(sums, 0)
-    of_group = tile * C.BLOCK_H + gl.arange(0, C.BLOCK_H, layout=gl.SliceLayout(0, S))
-    mask = of_group < GROUP
-    head = shared * GROUP + of_group
-    inverse, to, seen = softmax.finish(
-        row_max,
-        row_sum,
-        (row, split, head, mask),
-        sinks,
-        (out, partial, partial_max, partial_sum),
-        C.D,
-        C,
-    )
-    if C.SPLITS == 1 and C.STATS:
-        log = row_max * LN2 + gl.log(gl.where(seen, row_sum, 1.0))
-        gl.store(lse + row * C.HEADS + head, gl.where(seen, log, float("-inf")), mask=mask)
-    COLUMNS: gl.constexpr = _columns(C.D, C.BLOCK_H)
-    o = gl.convert_layout((acc * inverse[None, :]).to(to.dtype.element_ty), COLUMNS)
-    to = gl.convert_layout(to, gl.SliceLayout(0, COLUMNS))
-    d = gl.arange(0, C.D, layout=gl.SliceLayout(1, COLUMNS))
-    of_group = tile * C.BLOCK_H + gl.arange(0, C.BLOCK_H, layout=gl.SliceLayout(0, COLUMNS))
-    gl.store(to[None, :] + d[:, None], o, mask=(of_group < GROUP)[None, :])
+    to = (out, partial, partial_max, partial_sum)
+    _finish(acc, row_max, gl.sum(sums, 0), row, split, shared, tile, sinks, lse, to, C)
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
