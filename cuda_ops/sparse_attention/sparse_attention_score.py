@@ -9,7 +9,8 @@ of its blocks, tile by tile.  Where blocks and pages are whole tiles, a tile is 
 of the list and one of the table; else each of its keys by its own.
 
     condition                         kernels
-    Hopper, D 64, 128 or 256          hopper/sparse_attention_score.py
+    Hopper, D 64, 128 or 256,         hopper/sparse_attention_score.py
+      rows of whole 32 bytes
     else                              _attend
 
 Few tokens: the positions are split over programs, whose parts common/combine.py puts together.
@@ -207,23 +208,24 @@ def tiles(count: int, group: int, entries: int, size: int, device: torch.device)
     tile = next((each for each in tiers if shared_bytes(each, size) <= limit), None)
     if tile is None:
         return None
-    return _in_parts(tile, count * cdiv(group, tile.heads), entries, device)
+    return _in_parts(tile, count, group, entries // 128, device)
 
 
 def hopper_tiles(count: int, group: int, entries: int, size: int, device: torch.device) -> Tiles:
-    """For hopper/sparse_attention_score.py, whose products have 64 keys."""
-    tile = Tiles(_heads(group), 64, 2)
-    return _in_parts(tile, count * cdiv(group, tile.heads), entries, device)
+    """For hopper/sparse_attention_score.py, whose products have 64 keys.  Four programs a processor
+    hide that a tile of keys is on its way; of heads of 256 there is room for two, with two each."""
+    tile = Tiles(_heads(group), 64, 2 if size == 256 else 1)
+    return _in_parts(tile, count, group, power_of_two(cdiv(entries, 64)), device)
 
 
 def _heads(group: int) -> int:
     return min(64, max(16, power_of_two(group)))
 
 
-def _in_parts(tile: Tiles, items: int, entries: int, device: torch.device) -> Tiles:
-    """Two programs a processor, of at least 128 positions each."""
-    splits = 1
-    while splits * items <= gpu.num_sms(device) and 2 * splits * 128 <= entries:
+def _in_parts(tile: Tiles, count: int, group: int, most: int, device: torch.device) -> Tiles:
+    """Two programs a processor, in up to `most` parts."""
+    items, splits = count * cdiv(group, tile.heads), 1
+    while splits * items <= gpu.num_sms(device) and 2 * splits <= most:
         splits *= 2
     return replace(tile, splits=splits)
 

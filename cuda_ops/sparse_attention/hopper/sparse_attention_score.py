@@ -206,7 +206,6 @@ def _attend(
     per_split,
     strides,
     C: gl.constexpr,
-    VALUE_TILES: gl.constexpr,
 ):
     (
         q_row,
@@ -232,7 +231,7 @@ def _attend(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tile = gl.allocate_shared_memory(dtype, [C.BLOCK_H, C.D], SWIZZLED)
     keys = gl.allocate_shared_memory(dtype, [KEY_TILES, C.BLOCK_N, C.D], SWIZZLED)
-    values = gl.allocate_shared_memory(dtype, [VALUE_TILES, C.BLOCK_N, C.D], SWIZZLED)
+    values = gl.allocate_shared_memory(dtype, [C.BLOCK_N, C.D], SWIZZLED)
     weights = gl.allocate_shared_memory(
         dtype, [C.BLOCK_N, C.BLOCK_H], gl.NVMMASharedLayout(2 * C.BLOCK_H, 16, 2)
     )
@@ -273,11 +272,7 @@ def _attend(
     entry += C.BLOCK_N
     block = gl.load(listed + entry // C.BLOCK, mask=entry < hi, other=-1)
     barrier()
-    LATER: gl.constexpr = KEY_TILES + 1 - VALUE_TILES
     for i in gl.static_range(KEY_TILES):
-        if i >= LATER:
-            _gather(of_values, places.index(i - LATER), values.index(i - LATER), C)
-        async_copy.commit_group()
         _gather(of_keys, places.index(i), keys.index(i), C)
         async_copy.commit_group()
 
@@ -289,22 +284,20 @@ def _attend(
         position, page = _page(block, entry, bounds, C)
         entry += C.BLOCK_N
         block = gl.load(listed + entry // C.BLOCK, mask=entry < hi, other=-1)
-        async_copy.wait_group(2 * KEY_TILES - 2)
+        async_copy.wait_group(KEY_TILES - 1)
         barrier()  # the keys are there, and the last values are read
         fence_async_shared()
         s = gl.full([C.BLOCK_N, C.BLOCK_H], 0.0, gl.float32, layout=S)
         s = warpgroup_mma(
             keys.index(t % KEY_TILES), q_tile.permute((1, 0)), s, use_acc=False, is_async=True
         )
-        ahead = t + VALUE_TILES - 1
-        _gather(of_values, places.index(ahead % ROOM), values.index(ahead % VALUE_TILES), C)
+        _gather(of_values, places.index(t % ROOM), values, C)
         async_copy.commit_group()
         there = places.index(t % ROOM).load(gl.SliceLayout(1, S)) >= 0
         s = warpgroup_mma_wait(0, deps=[s]) * scale_log2
         s = gl.where(there[:, None], s, float("-inf"))
         new_max = gl.maximum(row_max, _highest(s, C))  # all warps have read the keys
-        ahead = t + KEY_TILES
-        _gather(of_keys, places.index(ahead % ROOM), keys.index(t % KEY_TILES), C)
+        _gather(of_keys, places.index((t + KEY_TILES) % ROOM), keys.index(t % KEY_TILES), C)
         async_copy.commit_group()
         alpha = gl.exp2(row_max - new_max)
         row_max = new_max
@@ -312,12 +305,10 @@ def _attend(
         weights.store(weight.to(dtype))
         sums = sums * alpha[None, :] + weight
         acc = acc * alpha[None, :]
-        async_copy.wait_group(2 * VALUE_TILES - 1)
+        async_copy.wait_group(1)
         barrier()
         fence_async_shared()
-        acc = warpgroup_mma(
-            values.index(t % VALUE_TILES).permute((1, 0)), weights, acc, is_async=True
-        )
+        acc = warpgroup_mma(values.permute((1, 0)), weights, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
     async_copy.wait_group(0)
     barrier()  # what follows has this memory
@@ -338,6 +329,5 @@ def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def launch(programs: int, C: Any, **x: Any) -> None:
-    """The call of the file above.  As many values are on their way as leave room for another
-    program."""
-    launches.kernel(_attend, programs)(**x, C=C, VALUE_TILES=1 if C.D == 256 else 2, num_warps=4)
+    """The call of the file above; C.STAGES tiles of keys are on their way at a time."""
+    launches.kernel(_attend, programs)(**x, C=C, num_warps=4)

@@ -27,8 +27,7 @@ from ...support.gluon_on_cpu import stand_in
 UNUSED = dict(q_dequant_scale=None, k_dequant_scale=None, v_dequant_scale=None, inner_precise=0)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("splits, dtype", [(1, torch.float16), (4, torch.bfloat16)])
 @pytest.mark.parametrize("name", WIDE)
 def test_numbers(monkeypatch, name, dtype, splits):
     stand_in(monkeypatch, hopper, packed, rows, softmax)
