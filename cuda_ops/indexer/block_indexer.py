@@ -10,7 +10,7 @@ for all of them; the greatest of a block is then within few threads.  Blocks of 
 a tile of keys; one of more than a tile takes several.
 
     condition    kernels
-    any          _scores then topk.py
+    any          _scores then topk.py, _values
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Constants(NamedTuple):
     LOCAL: int
     WHOLE: bool
     VALUES: bool
+    STAGES: int
 
 
 @triton.jit
@@ -146,7 +147,7 @@ def _scores(
         # the pages of the next tile are asked for below this one: its keys come below it as well
         ahead = _pages(0, lo, most, of_request, C)
         best = tl.full([C.ROWS * C.BLOCK_H, C.GROUP], float("-inf"), tl.float32)
-        for tile in tl.range(0, (hi - lo + C.GROUP - 1) // C.GROUP * PARTS, num_stages=2):
+        for tile in tl.range(0, (hi - lo + C.GROUP - 1) // C.GROUP * PARTS, num_stages=C.STAGES):
             w, begin, position, valid = _place(tile, lo, most, C)
             page = ahead.to(tl.int64)
             ahead = _pages(tile + 1, lo, most, of_request, C)
@@ -180,13 +181,38 @@ def _scores(
         row = end
 
 
+@triton.jit(do_not_specialize=["first_row", "count", "rows_here", "tokens", "score_row"])
+def _values(
+    index,
+    raw,
+    values,
+    first_row,
+    rows_here,
+    count,
+    tokens,
+    score_head,
+    score_row,
+    BLOCK: tl.constexpr,
+):
+    """The scores of the chosen blocks of one head, as they are; 0 where none is."""
+    h = tl.program_id(1).to(tl.int64)
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = lane < rows_here * count
+    at = (h * tokens + first_row) * count + lane
+    block = tl.load(index + at, mask=inside, other=-1)
+    of_row = raw + h * score_head + (lane // count).to(tl.int64) * score_row
+    value = tl.load(of_row + block, mask=inside & (block >= 0), other=0.0)
+    tl.store(values + at, value, mask=inside)
+
+
 class Tile(NamedTuple):
-    """`keys` positions by the `heads` of `rows` tokens."""
+    """`keys` positions by the `heads` of `rows` tokens, in `stages` of them on their way."""
 
     rows: int
     heads: int
     dim: int
     keys: int
+    stages: int
 
 
 def tile_of(together: int, heads: int, dim: int, block: int, device: torch.device) -> Tile | None:
@@ -197,10 +223,12 @@ def tile_of(together: int, heads: int, dim: int, block: int, device: torch.devic
     shared = max(1, min(128 // h_tile, power_of_two(together)))
     while True:
         wide = max(16, shared * h_tile)
-        for keys in (128, 64) if wide <= 32 or block >= 128 else (64,):
-            needed = 2 * d_tile * (wide + 2 * keys) + 4 * keys * wide + 1024
-            if needed <= gpu.shared_memory(device):
-                return Tile(shared, wide // shared, d_tile, keys)
+        for keys, stages in ((128, 3), (128, 2), (64, 2)):
+            few, whole = wide == 16, wide <= 32 or block >= 128
+            needed = 2 * d_tile * (wide + stages * keys) + 4 * keys * wide + 1024
+            fits = needed <= gpu.shared_memory(device)
+            if fits and (few or stages == 2) and (whole or keys == 64):
+                return Tile(shared, wide // shared, d_tile, keys, stages)
         if shared == 1:
             return None
         shared //= 2
@@ -288,6 +316,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
                 LOCAL=x["local_blocks"],
                 WHOLE=block % span == 0 and key.shape[1] % tile.keys == 0,
                 VALUES=wanted,
+                STAGES=tile.stages,
             ),
             num_warps=8 if large else 4,
             maxnreg=128 if large else None,
@@ -306,7 +335,17 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
                 to = index[h, first : first + rows_here]
                 topk.topk(score[h, :rows_here], number[h], to, no_values, count)
         if wanted:
-            to = index[:, first : first + rows_here]
-            value = raw[:, :rows_here].gather(2, to.clamp(0, width - 1).long())
-            values[:, first : first + rows_here] = value.masked_fill(to < 0, 0.0)
+            launches.kernel(_values, cdiv(rows_here * count, 1024), heads)(
+                index,
+                raw,
+                values,
+                first_row=first,
+                rows_here=rows_here,
+                count=count,
+                tokens=tokens,
+                score_head=raw.stride(0),
+                score_row=width,
+                BLOCK=1024,
+                num_warps=4,
+            )
     return index, values
