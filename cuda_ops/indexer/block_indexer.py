@@ -10,12 +10,14 @@ for all of them; the greatest of a block is then within few threads.  Blocks of 
 a tile of keys; one of more than a tile takes several.
 
     condition    kernels
-    any          _scores then topk.py, _values
+    Hopper, blocks of 128 on a page,  hopper/block_indexer.py
+      128 heads of some tokens        then topk.py, _values
+    else         _scores then topk.py, _values
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,6 +32,7 @@ from ..common import gpu, packed, rows
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from . import topk
+from .hopper import block_indexer as hopper
 from .lightning_indexer import CHUNK_BYTES, LEAST_SCORE
 
 FORCED = tl.constexpr(3.4028234663852886e38)  # of a block that is always chosen
@@ -250,6 +253,22 @@ def unsupported(
     return rows.too_many(max(reach, key.shape[0] * key.shape[1], query.shape[0]), "positions")
 
 
+def _plain(
+    query: Tensor, key: Tensor, programs: int, C: Constants, strides: tuple[int, ...], **x: Any
+) -> None:
+    # two programs a processor: one multiplies while the other looks for the greatest
+    large = C.GROUP * C.SPAN * C.ROWS * C.BLOCK_H > 64 * 128
+    launches.kernel(_scores, programs)(
+        query,
+        key,
+        **x,
+        strides=(*query.stride()[:2], *key.stride()[:2], *strides),
+        C=C,
+        num_warps=8 if large else 4,
+        maxnreg=128 if large else None,
+    )
+
+
 def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     query, key, table = x["query"], x["key"], x["block_table"]
     lengths, key_lengths = x["actual_seq_lengths"], x["actual_seq_lengths_key"]
@@ -279,13 +298,32 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     share = power_of_two(cdiv(items, 2 * gpu.num_sms(device)))
     per_chunk = group * max(1, min(share, max(1, 2048 // (group * block))))
     chunks = cdiv(blocks, per_chunk)
-    # two programs a processor: one multiplies while the other looks for the greatest
-    large = tile.keys * tile.rows * tile.heads > 64 * 128
+    on_hopper = tile.rows * tile.heads == 128 and hopper.supports(query, key, heads, block)
+    launch = hopper.launch if on_hopper else _plain
+    C = Constants(
+        HEADS=heads,
+        D=dim,
+        BLOCK=block,
+        PAGE=key.shape[1],
+        REQUESTS=packed.room(lengths),
+        ROWS=tile.rows,
+        BLOCK_H=tile.heads,
+        BLOCK_D=tile.dim,
+        SPAN=span,
+        GROUP=group,
+        INIT=x["init_blocks"],
+        LOCAL=x["local_blocks"],
+        WHOLE=block % span == 0 and key.shape[1] % tile.keys == 0,
+        VALUES=wanted,
+        STAGES=tile.stages,
+    )
     for first in range(0, tokens, chunk_rows):
         rows_here = min(chunk_rows, tokens - first)
-        launches.kernel(_scores, cdiv(rows_here, tile.rows) * chunks)(
+        launch(
             query,
             key,
+            cdiv(rows_here, tile.rows) * chunks,
+            C,
             scores=score,
             raw=raw,
             found=number,
@@ -293,33 +331,8 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
             count=rows_here,
             chunks=chunks,
             per_chunk=per_chunk,
-            strides=(
-                *query.stride()[:2],
-                *key.stride()[:2],
-                score.stride(0),
-                width,
-                number.stride(0),
-            ),
+            strides=(score.stride(0), width, number.stride(0)),
             **requests,
-            C=Constants(
-                HEADS=heads,
-                D=dim,
-                BLOCK=block,
-                PAGE=key.shape[1],
-                REQUESTS=packed.room(lengths),
-                ROWS=tile.rows,
-                BLOCK_H=tile.heads,
-                BLOCK_D=tile.dim,
-                SPAN=span,
-                GROUP=group,
-                INIT=x["init_blocks"],
-                LOCAL=x["local_blocks"],
-                WHOLE=block % span == 0 and key.shape[1] % tile.keys == 0,
-                VALUES=wanted,
-                STAGES=tile.stages,
-            ),
-            num_warps=8 if large else 4,
-            maxnreg=128 if large else None,
         )
         if rows_here == tokens:  # all rows of all heads are one list
             flat = heads * tokens
