@@ -9,10 +9,10 @@ time; topk.py selects.  Rows of the product are the heads of some tokens, so tha
 for all of them; the greatest of a block is then within few threads.  Blocks of few positions share
 a tile of keys; one of more than a tile takes several.
 
-    condition    kernels
-    Hopper, blocks of 128 on a page,  hopper/block_indexer.py
-      128 heads of some tokens        then topk.py, _values
-    else         _scores then topk.py, _values
+    condition                          kernels
+    Hopper, blocks of 128 on a page,   hopper/block_indexer.py then topk.py, _values
+      128 heads of some tokens
+    else                               _scores then topk.py, _values
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 from typing_extensions import Unpack
 
 from ...dispatch.common import memory
@@ -57,6 +58,7 @@ class Constants(NamedTuple):
     WHOLE: bool
     VALUES: bool
     STAGES: int
+    CHAINED: bool
 
 
 @triton.jit
@@ -119,6 +121,8 @@ def _scores(
     """ROWS tokens against `per_chunk` blocks, once for each request among the tokens.  `raw` has
     the scores as they are, `found` how many blocks each row has."""
     q_row, q_head, key_page, key_slot, score_head, score_row, found_head = strides
+    if C.CHAINED:
+        gdc_launch_dependents()  # the selection is set up meanwhile
     of = packed.Requests(lengths, key_lengths, table, tokens, requests, reach, table_stride, pages)
     program = tl.program_id(0)
     lo = program % chunks * per_chunk
@@ -316,6 +320,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         WHOLE=block % span == 0 and key.shape[1] % tile.keys == 0,
         VALUES=wanted,
         STAGES=tile.stages,
+        CHAINED=gpu.has_chained_launch(device),
     )
     for first in range(0, tokens, chunk_rows):
         rows_here = min(chunk_rows, tokens - first)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...common import gpu, packed, rows
 from ...common.gluon_names import barrier, reinterpret, tma_load
@@ -87,6 +88,7 @@ def _scores(
 ):
     """`_scores` of the file above."""
     score_head, score_row, found_head = strides
+    gdc_launch_dependents()  # the selection is set up meanwhile
     STAGES: gl.constexpr = C.STAGES
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_tile = gl.allocate_shared_memory(query.dtype, [128, C.D], LAYOUT)
