@@ -33,6 +33,7 @@ from ...dispatch.common.sharedkv import scale_of
 from ..common import gpu, quantise, sharedkv, softmax
 from ..common.combine import Parts, combine, is_chained
 from ..common.log2 import LN2, LOG2E
+from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from ..sparse_attention import sparse_flash_attention
 from ..sparse_attention.sparse_flash_attention import LOWEST
@@ -58,6 +59,8 @@ class Constants(NamedTuple):
     BLOCK_H: int
     BLOCK_N: int
     BLOCK_D: int
+    PLACE: int
+    STAGES: int
     BRANCH: bool
     CHAINED: bool
 
@@ -109,6 +112,7 @@ def _attend(
     ori_table,
     cmp_table,
     notes,
+    slots,
     sinks,
     out,
     partial,
@@ -143,6 +147,7 @@ def _attend(
         ori_scale_i,
         cmp_scale_o,
         __,
+        slot_row,
     ) = strides
     HEAD_TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     program = tl.program_id(0)
@@ -157,22 +162,14 @@ def _attend(
     each = (total + C.SPLITS - 1) // C.SPLITS
     lo = split * each
     hi = tl.minimum(lo + each, total)
-    head = (program % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
-    head_mask = head < C.HEADS
-    d = tl.arange(0, C.BLOCK_D)
-    q_rows = q + row * q_row + (head * q_head)[:, None] + d[None, :]
-    q_tile = tl.load(q_rows, mask=head_mask[:, None] & (d < C.D)[None, :], other=0.0)
-    heads = (row, split, head, head_mask)
-    places = (out, partial, partial_max, partial_sum)
-    row_max = tl.full([C.BLOCK_H], LOWEST, tl.float32)
-    row_sum = tl.full([C.BLOCK_H], 0.0, tl.float32)
-    acc = tl.full([C.BLOCK_H, C.BLOCK_D], 0.0, tl.float32)
-    for tile in tl.range(lo, hi, num_stages=1):
-        is_near = tile < near
-        entry = (tile - tl.where(is_near, 0, near)) * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
-        outer, inner, valid = sharedkv.keys_of(
+    # where the keys lie is found first, so that the loop over keys reads one number before each;
+    # programs of other heads of the row write the same numbers
+    slots += row * slot_row
+    for n in tl.range(lo * C.BLOCK_N, hi * C.BLOCK_N, C.PLACE, num_stages=1):
+        entry = n + tl.arange(0, C.PLACE)
+        slot = sharedkv.slots_of(
             entry,
-            is_near,
+            near * C.BLOCK_N,
             note,
             ori_index,
             cmp_index,
@@ -184,15 +181,33 @@ def _attend(
             cmp_size,
             P,
         )
+        tl.store(slots + entry, slot, mask=entry < hi * C.BLOCK_N)
+    tl.debug_barrier()
+    head = (program % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
+    head_mask = head < C.HEADS
+    d = tl.arange(0, C.BLOCK_D)
+    q_rows = q + row * q_row + (head * q_head)[:, None] + d[None, :]
+    q_tile = tl.load(q_rows, mask=head_mask[:, None] & (d < C.D)[None, :], other=0.0)
+    heads = (row, split, head, head_mask)
+    places = (out, partial, partial_max, partial_sum)
+    row_max = tl.full([C.BLOCK_H], LOWEST, tl.float32)
+    row_sum = tl.full([C.BLOCK_H], 0.0, tl.float32)
+    acc = tl.full([C.BLOCK_H, C.BLOCK_D], 0.0, tl.float32)
+    for tile in tl.range(lo, hi, num_stages=C.STAGES):
+        slot = tl.load(slots + tile * C.BLOCK_N + tl.arange(0, C.BLOCK_N))
+        valid = slot >= 0
         keys = ori
         rotary = ori_rotary
         scales = ori_scales
+        size = ori_size
         key_o = ori_o
         key_i = ori_i
         rotary_o = ori_rotary_o
         scale_o = ori_scale_o
         if P.ENTRIES:
+            is_near = tile < near
             keys = tl.where(is_near, ori, cmp)
+            size = tl.where(is_near, ori_size, cmp_size)
             key_o = tl.where(is_near, ori_o, cmp_o)
             key_i = tl.where(is_near, ori_i, cmp_i)
             if C.KIND != quantise.PLAIN:
@@ -200,6 +215,8 @@ def _attend(
                 rotary_o = tl.where(is_near, ori_rotary_o, cmp_rotary_o)
                 scales = tl.where(is_near, ori_scales, cmp_scales)
                 scale_o = tl.where(is_near, ori_scale_o, cmp_scale_o)
+        outer = (slot // size).to(tl.int64)
+        inner = (slot % size).to(tl.int64)
         if C.KIND == quantise.PLAIN:
             k_rows = keys + (outer * key_o + inner * key_i)[:, None] + d[None, :]
             k_tile = tl.load(k_rows, mask=valid[:, None] & (d < C.D)[None, :], other=0.0)
@@ -301,7 +318,9 @@ def attend(
     tile = _tiles(q, keys.near + keys.far, values.itemsize)
     assert tile is not None
     parts = Parts.of(tile.splits, keys.count * heads, size, lse)
-    launches.kernel(_attend, keys.count * tile.splits * triton.cdiv(heads, tile.heads))(
+    width = (cdiv(keys.near, tile.keys) + cdiv(keys.far, tile.keys)) * tile.keys
+    slots = memory.empty((keys.count, width), torch.int32, device)
+    launches.kernel(_attend, keys.count * tile.splits * cdiv(heads, tile.heads))(
         flat,
         values,
         cmp_values,
@@ -309,6 +328,7 @@ def attend(
         cmp[1],
         ori[2],
         cmp[2],
+        slots=slots,
         sinks=sinks,
         out=out,
         **parts.arguments,
@@ -325,6 +345,7 @@ def attend(
             *sharedkv.steps(cmp[1]),
             *sharedkv.steps(ori[2]),
             *sharedkv.steps(cmp[2]),
+            slots.stride(0),
         ),
         P=keys.places,
         C=Constants(
@@ -338,6 +359,8 @@ def attend(
             BLOCK_H=tile.heads,
             BLOCK_N=tile.keys,
             BLOCK_D=tile.left,
+            PLACE=min(1024, power_of_two(cdiv(width, tile.splits) + tile.keys)),
+            STAGES=tile.stages,
             BRANCH=tile.heads == 64 and gpu.reads_shared(device),
             CHAINED=is_chained(device, tile.splits),
         ),
