@@ -302,7 +302,7 @@ def _attend(
         log = row_max * LN2 + tl.log(tl.where(seen, row_sum, 1.0))
         tl.store(lse + piece, tl.where(seen, log, float("-inf")), mask=head_mask)
     o = (acc * inverse[:, None]).to(to.dtype.element_ty)
-    tl.store(to + d[None, :], o, mask=head_mask[:, None] & (d < C.D)[None, :])
+    tl.store(to[:, None] + d[None, :], o, mask=head_mask[:, None] & (d < C.D)[None, :])
 
 
 def unsupported(q: Tensor, ori_kv: Tensor, cmp_kv: Tensor | None, **arguments: Any) -> str | None:
