@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common import gpu, packed, rows, softmax
 from ...common.gluon_names import barrier, cp_async, reinterpret
+from ...common.hopper.rows import locate_packed
 from ...common.hopper.tma import aligned
 from ...common.log2 import LN2
 from ...runtime import launches
@@ -91,26 +92,6 @@ def _every(REQUESTS):
 def _room(TILES):
     """Tiles whose places are known: of those on their way, and of the one at hand."""
     return 4 if TILES < 4 else 8
-
-
-@gluon.jit
-def _plus(a, b):
-    return a + b
-
-
-@gluon.jit
-def _locate(row, of, REQUESTS: gl.constexpr):
-    """`packed.locate`, whose loads wait for none of each other."""
-    r = gl.arange(0, REQUESTS, layout=_every(REQUESTS))
-    length = rows.within(gl.load(of.lengths + r, mask=r < of.requests, other=0), of.tokens)
-    held = rows.within(gl.load(of.key_lengths + r, mask=r < of.requests, other=0), of.reach)
-    # of lengths that add up beyond 32 bits
-    end = gl.minimum(gl.associative_scan(length.to(gl.int64), 0, _plus), of.tokens).to(gl.int32)
-    end = gl.where(r < of.requests, end, of.tokens + 1)
-    request, first, stop = packed.request_of(row, end, of)
-    held = gl.sum(gl.where(r == request, held, 0), 0)
-    limit = rows.sees((row - first).to(gl.int32), stop - first, held, True)
-    return request, gl.where(request < of.requests, limit, 0)
 
 
 @gluon.jit
@@ -258,7 +239,7 @@ def _attend(
     cp_async(q_tile, q_rows, mask=(of_group < GROUP)[:, None])
 
     of = packed.Requests(lengths, key_lengths, table, tokens, requests, reach, table_stride, pages)
-    request, limit = _locate(row, of, C.REQUESTS)
+    request, limit = locate_packed(row, of, C.REQUESTS, _every(C.REQUESTS))
     hi = gl.minimum(lo + per_split, gl.where(limit > 0, last, 0))
     bounds = Bounds(hi, limit, table + request.to(gl.int64) * table_stride, pages)
     of_keys = Cache(key + shared * key_head, key_page, key_slot)

@@ -19,6 +19,17 @@ from ...support.samples import sample
 
 OP = "npu_block_indexer"
 ROWS, LENGTHS = (2, 1, 0, 1), (53, 1, 9, 16)
+# tiles of 128 rows by blocks of 128, which Hopper has a kernel for: requests that share a tile,
+# heads that leave some of it empty, pages of two blocks
+WIDE = {
+    "MiniMax-M3": dict(
+        rows=(40, 0, 33, 9), lengths=(330, 5, 33, 140), heads=4, size=128, block=128, page=128
+    ),
+    "three heads of 64": dict(
+        rows=(40, 45), lengths=(520, 130), heads=3, size=64, block=128, page=256, init_blocks=1
+    ),
+    "one head": dict(rows=(150,), lengths=(400,), heads=1, size=64, block=128, page=128),
+}
 
 
 class Problem:
@@ -105,6 +116,13 @@ def test_head_sizes(device, backend, size):
 
 def test_the_size_of_the_model(device, backend):
     problem = Problem((2,), (2300,), size=128, block=128, page=128, top_k=16)
+    check(problem, backend, device)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_tiles_of_128_rows(device, backend, name):
+    problem = Problem(**WIDE[name])
+    problem.table[0, 0] = -1
     check(problem, backend, device)
 
 

@@ -17,6 +17,7 @@ if INTERPRETED:
     pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
 
 from custom.cuda_ops.common import combine, packed, rows, softmax
+from custom.cuda_ops.common.hopper import rows as hopper_rows
 from custom.cuda_ops.sparse_attention import sparse_attention_score as plain
 from custom.cuda_ops.sparse_attention.hopper import sparse_attention_score as hopper
 
@@ -30,8 +31,7 @@ UNUSED = dict(q_dequant_scale=None, k_dequant_scale=None, v_dequant_scale=None, 
 @pytest.mark.parametrize("splits, dtype", [(1, torch.float16), (4, torch.bfloat16)])
 @pytest.mark.parametrize("name", WIDE)
 def test_numbers(monkeypatch, name, dtype, splits):
-    stand_in(monkeypatch, hopper, packed, rows, softmax)
-    stand_in(monkeypatch, combine)
+    stand_in(monkeypatch, combine, hopper, hopper_rows, packed, rows, softmax)
     monkeypatch.setattr(hopper, "supports", lambda *_: True)
     cut = plain.hopper_tiles
     monkeypatch.setattr(plain, "hopper_tiles", lambda *x: replace(cut(*x), splits=splits))
