@@ -92,7 +92,7 @@ def attention(model: Model, b: int, s: int, context: int) -> Case:
     )
 
 
-def indexer(model: Model, b: int, s: int, context: int, values: bool = True) -> Case:
+def indexer(model: Model, b: int, s: int, context: int, values: bool = False) -> Case:
     """As many heads as there are of keys in the attention, on one of keys; with `values` or, as its
     peer, without."""
     pages = -(-context // PAGE)
@@ -159,11 +159,11 @@ def _attention(small: bool) -> list[Case]:
 
 def _indexer(small: bool) -> list[Case]:
     if small:
-        return [indexer(SMALL, 2, 2, 512)]
+        return [indexer(SMALL, 2, 2, 512, values=True)]
     sizes = ((1, 1), (32, 1), (128, 1), (1, 4096))
     return [
-        *(indexer(M3, b, s, 65536, values=False) for b, s in sizes),
-        indexer(M3, 128, 1, 65536),
+        *(indexer(M3, b, s, 65536) for b, s in sizes),
+        indexer(M3, 128, 1, 65536, values=True),
     ]
 
 
