@@ -38,6 +38,7 @@ LOWEST = gl.constexpr(-1e30)  # below any score: keeps exp2(-inf - LOWEST) = 0 f
 GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 ROW = gl.constexpr(gl.SliceLayout(1, GATHER))
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one entry a thread
+ROOM = gl.constexpr(4)  # tiles whose places are known: the one at hand, up to three on their way
 
 
 class Cache(NamedTuple):
@@ -86,12 +87,6 @@ def _columns(D, HEADS):
 def _every(REQUESTS):
     """All requests in each warp, up to 256."""
     return gl.BlockedLayout([min(8, max(1, REQUESTS // 32))], [32], [4], [0])
-
-
-@gluon.constexpr_function
-def _room(TILES):
-    """Tiles whose places are known: of those on their way, and of the one at hand."""
-    return 4 if TILES < 4 else 8
 
 
 @gluon.jit
@@ -206,7 +201,6 @@ def _attend(
     GROUP: gl.constexpr = C.HEADS // C.SHARED
     HEAD_TILES: gl.constexpr = (GROUP + C.BLOCK_H - 1) // C.BLOCK_H
     KEY_TILES: gl.constexpr = C.STAGES
-    ROOM: gl.constexpr = _room(KEY_TILES)
     dtype: gl.constexpr = key.dtype.element_ty
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
