@@ -29,7 +29,9 @@ from custom.integrations import vllm
 from custom.integrations.engines import check_version, refuse_unread
 from custom.integrations.vllm import modes
 
+from ..support import eight_bits
 from ..support.deepseek_v4 import Attention
+from ..support.deepseek_v4 import config as config_of_v4
 from ..support.typed import ROOT, STUBS, checker, moved
 from ..vllm.stubs import HOOKS
 
@@ -798,7 +800,11 @@ def test_kimi_delta_attention_is_refused_where_it_was_not_tried(kept, drafts, ra
 @pytest.mark.parametrize(
     ("changed", "mode"),
     [
-        (dict(quant_config=object()), "quantised weights"),
+        (dict(quant_config=object()), "weights of 8 bits but in blocks of 128 x 128"),
+        (
+            dict(quant_config=SimpleNamespace(weight_block_size=[64, 128])),
+            "weights of 8 bits but in blocks of 128 x 128",
+        ),
         (dict(stored="fp8"), "caches of another dtype than the model"),
         (dict(q_lora_rank=32), "a query with a latent"),
         (dict(use_output_gate=True), "a gate"),
@@ -967,7 +973,11 @@ def test_reloaded_weights_lie_where_they_were(mla):
 @pytest.mark.parametrize(
     ("changed", "mode"),
     [
-        (dict(quant_config=object()), "quantised weights"),
+        (dict(quant_config=object()), "weights of 8 bits but in blocks of 128 x 128"),
+        (
+            dict(quant_config=SimpleNamespace(weight_block_size=[64, 128])),
+            "weights of 8 bits but in blocks of 128 x 128",
+        ),
         (dict(stored="fp8_e5m2"), "caches other than bfloat16 and fp8"),
         (dict(stored="fp8"), "fp8 caches of other sizes than those of DeepSeek"),
         (dict(q_lora_rank=None), "a query without a latent"),
@@ -1233,6 +1243,99 @@ def test_v4_s_weights_are_read_where_vllm_keeps_them(v4):
     assert layer.weights["gamma_cmp"].data_ptr() == before
 
 
+@pytest.fixture
+def narrow_v4(v4, monkeypatch):
+    """Makes a layer of these sizes, whose linear layers but those named have 8 bits if asked to."""
+
+    def linear(
+        rows: int, columns: int, quant_config: Any = None, prefix: str = "", **_: Any
+    ) -> Any:
+        made = Weight(rows, columns)
+        if quant_config is not None and not prefix.endswith(quant_config.but):
+            made.weight = torch.nn.Parameter(
+                torch.randn(rows, columns).to(torch.float8_e4m3fn), requires_grad=False
+            )
+            scales = torch.randint(-9, 9, (-(-rows // 128), -(-columns // 128))).float().exp2()
+            made.weight_scale_inv = torch.nn.Parameter(
+                scales.to(torch.float8_e8m0fnu), requires_grad=False
+            )
+        return made
+
+    given = dict(
+        MergedColumnParallelLinear=lambda n, sizes, **more: linear(sum(sizes), n, **more),
+        ReplicatedLinear=lambda n, m, **more: linear(m, n, **more),
+        ColumnParallelLinear=lambda n, m, **more: linear(m, n, **more),
+        RowParallelLinear=lambda n, m, **more: linear(m, n, **more),
+        build_deepseek_v4_rope=lambda *_, **__: None,
+    )
+    for name, factory in given.items():
+        monkeypatch.setattr(v4, name, factory)
+
+    def made(but: tuple[str, ...] = (), **sizes: int) -> Any:
+        sizes = dict(dict(hidden_size=200, q_lora_rank=128, o_lora_rank=128), **sizes)
+        blocks = SimpleNamespace(weight_block_size=[128, 128], but=but)
+        engine = engine_of_v4(config_of_v4(**sizes), quant_config=blocks)
+        return v4.CompressedAttention(engine, "layers.1.attn")
+
+    return made
+
+
+def test_v4_s_weights_of_8_bits_are_read_where_vllm_keeps_them(narrow_v4):
+    """Beside copies of their scales, which stay where they are."""
+    layer = narrow_v4()
+    layer.process_weights_after_loading(torch.bfloat16)
+    rows = layer.fused_wqa_wkv.weight.shape[0]
+    whole = {
+        name: (linear.weight, linear.weight_scale_inv)
+        for name, linear in layer.projections().items()
+    }
+    assert len(whole) == 5
+    given = layer.weights
+    assert given["weight_quant_mode"] == 4 and rows == 128 + 32
+
+    def stands(name: str) -> Tensor:
+        """[.., N, K]"""
+        values, scales = given[name], given[f"dequant_scale_{name}"]
+        if values.ndim == 2:
+            return eight_bits.dequantised(values.mT, scales).mT
+        each = zip(values, scales, strict=True)
+        return torch.cat([eight_bits.dequantised(x.mT, scale).mT for x, scale in each])
+
+    found = {name: stands(name) for name in ("w_uq", "w_o_a", "w_o_b", "w_idx_qb")}
+    found["w_dq_kv"] = torch.cat([stands("w_dq"), stands("w_kv")])
+    theirs = {each.untyped_storage().data_ptr() for each in layer.parameters()}
+    for name, (values, scales) in whole.items():
+        assert torch.equal(found[name], eight_bits.dequantised(values, scales)), name
+    for name in ("w_dq", "w_kv", "w_uq", "w_o_a", "w_o_b", "w_idx_qb"):
+        assert given[name].untyped_storage().data_ptr() in theirs
+    before = {name: x.data_ptr() for name, x in layer.copies.items()}
+    layer.wo_b.weight_scale_inv.data = (2 * layer.wo_b.weight_scale_inv.float()).to(
+        torch.float8_e8m0fnu
+    )
+    layer.process_weights_after_loading(torch.bfloat16)
+    assert {name: x.data_ptr() for name, x in layer.copies.items()} == before
+    assert torch.equal(stands("w_o_b"), 2 * found["w_o_b"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "mode"),
+    [
+        (dict(but=("wo_a", "indexer.wq_b")), "projections of which some have 8 bits"),
+        (dict(q_lora_rank=64), "scales of two weights or groups"),
+        (dict(o_lora_rank=192), "scales of two weights or groups"),
+    ],
+)
+def test_v4_s_weights_of_8_bits_that_the_op_does_not_read_are_refused(changed, mode, narrow_v4):
+    with pytest.raises(NotSupported, match=f"serves attention to compressed keys without {mode}"):
+        narrow_v4(**changed)
+
+
+def test_v4_s_weights_of_16_bits_in_a_checkpoint_of_8(narrow_v4):
+    layer = narrow_v4(but=("",), q_lora_rank=64)
+    layer.process_weights_after_loading(torch.float32)
+    assert "weight_quant_mode" not in layer.weights
+
+
 @pytest.mark.parametrize("itself", [False, True])
 def test_v4_s_ranks_are_summed_once(itself, v4, mla):
     """By the layer, unless vLLM's model does so of tokens that ranks share."""
@@ -1250,7 +1353,11 @@ def test_v4_s_ranks_are_summed_once(itself, v4, mla):
     [
         (dict(data_parallel_size=2), "data parallelism"),
         (dict(speculative_config=SimpleNamespace(method="mtp")), "drafts"),
-        (dict(quant_config=object()), "quantised weights"),
+        (dict(quant_config=object()), "weights of 8 bits but in blocks of 128 x 128"),
+        (
+            dict(quant_config=SimpleNamespace(weight_block_size=[64, 128])),
+            "weights of 8 bits but in blocks of 128 x 128",
+        ),
         (dict(stored="fp8"), "caches of another dtype than the model"),
     ],
 )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """vLLM on a CPU with our plug-in: in float32 all tokens equal Hugging Face's; with caches of 8
-bits, those of our own decode loop with such caches.
+bits, those of our own decode loop with such caches; with weights of 8 bits, as far as their inputs'
+rounding leaves it open.
 
 tests/vllm/run.sh sets up what they need.
 """
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +90,14 @@ DRAFTED = {
 RELOADED = ("deepseek_v32", "qwen3_5", "kimi_linear")
 # checkpoint -> what vLLM calls the caches of 8 bits that it is asked for
 FP8 = {"deepseek_v32_one": "fp8", "glm_5_one": "fp8_ds_mla"}
-
+# a checkpoint of weights of 8 bits, and how it is served; their scales alone are copied
+NARROW = "deepseek_v4_fp8"
+SERVED: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "together": ([COUNT] * 5, {}),
+    "mixed": (UNEVEN, dict(max_num_seqs=2)),
+    "two ranks": ([COUNT] * 5, dict(tensor_parallel_size=2)),
+}
+SCALES = [f"dequant_scale_w_{name}" for name in ("dq", "idx_qb", "kv", "o_a", "o_b", "uq")]
 
 ENVIRONMENT = {
     **os.environ,
@@ -120,7 +129,7 @@ def run(module: str, *arguments: object, **variables: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints NAME, and Hugging Face's tokens in NAME.json."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    run("reference", folder, COUNT, *MODELS, *FP8, *DRAFTED, "deepseek_v3")
+    run("reference", folder, COUNT, *MODELS, *FP8, *DRAFTED, "deepseek_v3", NARROW)
     return folder
 
 
@@ -216,6 +225,25 @@ def test_two_ranks_check_the_same_drafts(name, ranks, answers, expected):
 def test_no_weight_is_kept_twice(name, answers):
     """The layer's op reads vLLM's, but for half of an up-projection."""
     assert answers[name]["copies"] == ([] if MODELS.get(name) in (DELTA, KIMI, V4) else ["w_uk"])
+
+
+@pytest.fixture(scope="session")
+def narrow(serve):
+    jobs = [(NARROW, *each) for each in SERVED.values()]
+    return dict(zip(SERVED, serve(*jobs), strict=True))
+
+
+@pytest.mark.parametrize("how", SERVED)
+def test_weights_of_8_bits(how, narrow, folder, tmp_path):
+    """What the checkpoint stands for is the model, but for the rounding of what weights meet."""
+    answer, (counts, _) = narrow[how], SERVED[how]
+    assert [len(each) for each in answer["tokens"]] == counts
+    assert set(answer["ops"]) >= V4 and answer["copies"] == SCALES
+    tokens, verdicts = tmp_path / "tokens.json", tmp_path / "verdicts.json"
+    tokens.write_text(json.dumps(answer["tokens"]))
+    run("rounding", folder / NARROW, tokens, verdicts)
+    for below, at_most in chain.from_iterable(json.loads(verdicts.read_text())):
+        assert below <= at_most
 
 
 @pytest.mark.parametrize("name", FP8)

@@ -89,8 +89,11 @@ def kimi_on_a_cpu() -> Iterator[None]:
 
 @contextmanager
 def v4_on_a_cpu() -> Iterator[None]:
-    """vLLM's hyper-connections for CPUs take no float32: ours in their place."""
+    """vLLM's hyper-connections for CPUs take no float32: ours in their place.  Nor do its kernels
+    for weights of 8 bits, of which none is called."""
+    import torch
     from vllm.model_executor.layers import mhc
+    from vllm.model_executor.layers.quantization import fp8
 
     from custom import npu_hc_post, npu_hc_pre
 
@@ -114,6 +117,8 @@ def v4_on_a_cpu() -> Iterator[None]:
         patch.object(mhc.MHCPreOp, "forward_cpu", pre),
         patch.object(mhc.MHCPostOp, "forward_cpu", post),
         patch.object(mhc.HCHeadOp, "forward_cpu", head),
+        patch.object(fp8, "init_fp8_linear_kernel", lambda **_: None),
+        patch.object(fp8.Fp8Config, "get_supported_act_dtypes", lambda _: [torch.float32]),
     ):
         yield
 
@@ -136,7 +141,7 @@ def seen(model: Any) -> dict[str, set[Any]]:
         ops={op for op, _ in log.calls},
         copies={
             name
-            for layer in ours["SparseMLA"]
+            for layer in ours["SparseMLA"] + ours["CompressedAttention"]
             for name, each in layer.weights.items()
             if isinstance(each, torch.Tensor) and each.ndim > 1
             if each.untyped_storage().data_ptr() not in theirs
