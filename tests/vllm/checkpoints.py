@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,11 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA),
     "deepseek_v4": ("DeepseekV4ForCausalLM", "DeepseekV4Config", V4),
+    "deepseek_v4_drafts": (
+        "DeepseekV4ForCausalLM",
+        "DeepseekV4Config",
+        {**V4, "num_nextn_predict_layers": 1},
+    ),
     "deepseek_v4_fp8": ("DeepseekV4ForCausalLM", "DeepseekV4Config", V4_NARROW),
     "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearConfig", KIMI),
     "kimi_linear_experts": ("KimiLinearForCausalLM", "KimiLinearConfig", KIMI_EXPERTS),
@@ -237,10 +243,44 @@ def drafts_of_qwen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def add_drafts(file: Path) -> None:
+def drafts_of_v4(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The first layer once more, of the next token alone, as far as that decides."""
+    first = "layers.0."
+    layer = {
+        name.replace(first, "mtp.0."): each
+        for name, each in weights.items()
+        if name.startswith(first)
+    }
+    size = weights["norm.weight"].shape[0]
+    shared = {
+        "emb.tok_emb.weight": "embed.weight",
+        "head.weight": "head.weight",
+        "norm.weight": "norm.weight",
+        **{f"hc_head_{each}": f"hc_head_{each}" for each in ("fn", "base", "scale")},
+    }
+    layer |= {f"mtp.0.{name}": weights[theirs] for name, theirs in shared.items()}
+    # its experts are those that it scores best, since it is none of the first layers
+    del layer["mtp.0.ffn.gate.tid2eid"]
+    return layer | {
+        "mtp.0.ffn.gate.bias": torch.zeros_like(weights["layers.1.ffn.gate.bias"]),
+        "mtp.0.enorm.weight": torch.ones(size),
+        "mtp.0.hnorm.weight": torch.ones(size),
+        "mtp.0.e_proj.weight": EMBEDDED * torch.eye(size),
+        "mtp.0.h_proj.weight": torch.zeros(size, size),
+    }
+
+
+Weights = dict[str, Tensor]
+DRAFTS_OF: dict[str, Callable[[Weights], Weights]] = {
+    "deepseek_v32": drafts_of_deepseek,
+    "deepseek_v4": drafts_of_v4,
+    "qwen": drafts_of_qwen,
+}
+
+
+def add_drafts(file: Path, of: Callable[[Weights], Weights]) -> None:
     weights = load_file(file)
-    deepseek = "model.layers.0.self_attn.kv_b_proj.weight" in weights
-    more = (drafts_of_deepseek if deepseek else drafts_of_qwen)(weights)
+    more = of(weights)
     save_file(weights | {name: each.clone() for name, each in more.items()}, file, {"format": "pt"})
 
 
@@ -362,16 +402,17 @@ def make(folder: Path, name: str) -> Any:
         embedded = model.model.embed_tokens.weight.data
         # as the drafts' norm leaves it; of Qwen more, so that the other layers decide less
         embedded /= embedded.square().mean(-1, keepdim=True).sqrt()
-        embedded *= EMBEDDED if name.startswith("qwen") else 1
+        embedded *= 1 if name.startswith("deepseek_v32") else EMBEDDED
     if name.endswith("_fp8"):
         narrow(model)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder / name)
-    if drafts:
-        add_drafts(folder / name / "model.safetensors")
     for start, names in RELEASED.items():
         if name.startswith(start):
             name_as_released(folder / name / "model.safetensors", names)
+    if drafts:
+        (of,) = (of for start, of in DRAFTS_OF.items() if name.startswith(start))
+        add_drafts(folder / name / "model.safetensors", of)
     if name.startswith("deepseek_v4"):
         configure_as_released(folder / name / "config.json")
     if name.endswith("_fp8"):

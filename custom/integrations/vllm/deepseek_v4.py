@@ -6,10 +6,12 @@ A model class of ours, registered under the architecture's name, builds vLLM's o
 platform with `CompressedAttention` in the place of its attention.  vLLM keeps the weights, pages
 the caches and sums over ranks.  All between is one op, which reads the weights where vLLM has them:
 one call for requests that stand side by side and bring as many tokens, so that a step of decodes is
-one.
+one, also of drafts to be checked.
 
 A layer has a cache of its window's rows, one of the tokens of open windows (states), and one of
-entries, with index keys behind those of a page; all but the states in the model's dtype.
+entries, with index keys behind those of a page; all but the states in the model's dtype.  What
+refused drafts have written there, the next call writes anew, since it begins earlier: vLLM gives
+pages back behind tokens that stay.
 """
 
 from __future__ import annotations
@@ -77,7 +79,10 @@ def side_by_side(counts: list[int]) -> list[tuple[slice, slice]]:
 
 
 class Builder(SparseBuilder):
-    reorder_batch_threshold = 1  # decodes stand side by side
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # decodes, with their drafts, stand side by side
+        self.reorder_batch_threshold = self.longest_decode
 
     @override
     def build(
@@ -172,7 +177,10 @@ class Cache(AttentionLayerBase):
 
 
 def ratio_of(config: Any, layer: int) -> int:
-    """Tokens of an entry, 0 without; vLLM 0.32 reads configurations as DeepSeek writes them."""
+    """Tokens of an entry, 0 without, as in layers that draft tokens; vLLM 0.32 reads configurations
+    as DeepSeek writes them."""
+    if layer >= config.num_hidden_layers:
+        return 0
     if hasattr(config, "compress_ratios"):
         return int(config.compress_ratios[layer])
     return int(config.compress_rates.get(config.layer_types[layer], 0))
@@ -238,7 +246,6 @@ class CompressedAttention(nn.Module, Cache):
             COMPRESSED,
             vllm_config,
             data_parallelism=vllm_config.parallel_config.data_parallel_size > 1,
-            drafts=vllm_config.speculative_config is not None,
             weights_of_8_bits_but_in_blocks_of_128_x_128=quant_config is not None
             and getattr(quant_config, "weight_block_size", None) != BLOCK,
             caches_of_another_dtype_than_the_model=vllm_config.cache_config.cache_dtype != "auto",
@@ -456,6 +463,14 @@ def _our_layers() -> Iterator[None]:
 
 
 class DeepseekV4ForCausalLM(theirs.DeepseekV4ForCausalLM):
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        with _our_layers():
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+
+class DeepseekV4MTP(theirs.DeepSeekV4MTP):
+    """The layers that draft tokens; vLLM has none for CPUs."""
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         with _our_layers():
             super().__init__(vllm_config=vllm_config, prefix=prefix)
