@@ -20,8 +20,8 @@ from custom.cuda_ops.common.hopper import tma
 from custom.cuda_ops.indexer import block_indexer as plain
 from custom.cuda_ops.indexer.hopper import block_indexer as hopper
 
+from ...support.chosen_blocks import WIDE, Problem
 from ...support.gluon_on_cpu import stand_in
-from .test_block_indexer import WIDE, Problem
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
