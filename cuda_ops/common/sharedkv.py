@@ -28,6 +28,7 @@ from . import rows
 
 _KEYS = {"BSND": rows.BSND, "TND": rows.TND, "PA_ND": rows.PAGED}
 WIDTH = tl.constexpr(8)  # int32 of a row's note
+FAR = tl.constexpr(1 << 30)  # behind any key of a row
 
 
 class Places(NamedTuple):
@@ -306,6 +307,35 @@ def keys_of(
             far = far_index(entry, note, cmp_index, P)
             outer, inner, valid = far_place(entry, far, note, cmp_table, cmp_pages, cmp_size, P)
     return outer, inner, valid
+
+
+@triton.jit
+def slots_of(
+    entry,
+    first,
+    note,
+    ori_index,
+    cmp_index,
+    ori_table,
+    cmp_table,
+    ori_pages,
+    cmp_pages,
+    ori_size,
+    cmp_size,
+    P: tl.constexpr,
+):
+    """Where keys of a row lie in their caches, negative where absent: window rows, and from
+    `first` on entries."""
+    number = near_index(entry, note, ori_index, P)
+    outer, inner, valid = near_place(entry, number, note, ori_table, ori_pages, ori_size, P)
+    slot = tl.where(valid, inner if P.KEYS == rows.TND else outer * ori_size + inner, -1)
+    if P.ENTRIES:
+        far = tl.where(entry < first, FAR, entry - first)
+        number = far_index(far, note, cmp_index, P)
+        outer, inner, valid = far_place(far, number, note, cmp_table, cmp_pages, cmp_size, P)
+        of_far = tl.where(valid, inner if P.KEYS == rows.TND else outer * cmp_size + inner, -1)
+        slot = tl.where(entry < first, slot, of_far)
+    return slot.to(tl.int32)
 
 
 @triton.jit

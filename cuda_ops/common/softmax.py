@@ -37,11 +37,11 @@ def finish(row_max, row_sum, heads, sinks, places, WIDTH: tl.constexpr, C: tl.co
             sink = tl.load(sinks + head, mask=mask, other=0.0).to(tl.float32)
             total += tl.exp2(sink * LOG2E - row_max)
         inverse = tl.where(seen, 1.0 / tl.where(seen, total, 1.0), 0.0)
-        to = out + (row * C.HEADS + head)[:, None] * WIDTH
+        to = out + (row * C.HEADS + head) * WIDTH
     else:
         inverse = tl.where(seen, 1.0 / tl.where(seen, row_sum, 1.0), 0.0)
         piece = (row * C.SPLITS + split) * C.HEADS + head
-        to = partial + piece[:, None] * WIDTH
+        to = partial + piece * WIDTH
         tl.store(partial_max + piece, row_max, mask=mask)
         tl.store(partial_sum + piece, row_sum, mask=mask)
     return inverse, to, seen

@@ -30,9 +30,10 @@ from torch import Tensor
 
 from ...dispatch.common import memory
 from ...dispatch.common.sharedkv import scale_of
-from ..common import gpu, quantise, sharedkv, softmax
+from ..common import gpu, quantise, rows, sharedkv, softmax
 from ..common.combine import Parts, combine, is_chained
 from ..common.log2 import LN2, LOG2E
+from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from ..sparse_attention import sparse_flash_attention
 from ..sparse_attention.sparse_flash_attention import LOWEST
@@ -58,6 +59,8 @@ class Constants(NamedTuple):
     BLOCK_H: int
     BLOCK_N: int
     BLOCK_D: int
+    PLACE: int
+    STAGES: int
     BRANCH: bool
     CHAINED: bool
 
@@ -95,20 +98,90 @@ def _scaled(
     return out
 
 
-@triton.jit(do_not_specialize=["ori_pages", "cmp_pages", "ori_size", "cmp_size"])
+@triton.jit
+def _keys(
+    tile,
+    slot,
+    near,
+    caches,
+    sizes,
+    steps,
+    d,
+    dtype: tl.constexpr,
+    P: tl.constexpr,
+    C: tl.constexpr,
+):
+    """[keys, D] of a tile, whose keys are all of one cache."""
+    keys, cmp, rotary, cmp_rotary, scales, cmp_scales = caches
+    size, cmp_size = sizes
+    (
+        key_o,
+        key_i,
+        cmp_o,
+        cmp_i,
+        rotary_o,
+        rotary_i,
+        cmp_rotary_o,
+        _,
+        scale_o,
+        scale_i,
+        cmp_scale_o,
+        __,
+    ) = steps
+    some = size
+    if P.ENTRIES:
+        is_near = tile < near
+        keys = tl.where(is_near, keys, cmp)
+        size = tl.where(is_near, size, cmp_size)
+        key_o = tl.where(is_near, key_o, cmp_o)
+        key_i = tl.where(is_near, key_i, cmp_i)
+        if C.KIND != quantise.PLAIN:
+            rotary = tl.where(is_near, rotary, cmp_rotary)
+            rotary_o = tl.where(is_near, rotary_o, cmp_rotary_o)
+            scales = tl.where(is_near, scales, cmp_scales)
+            scale_o = tl.where(is_near, scale_o, cmp_scale_o)
+    valid = slot >= 0
+    outer = (slot // size).to(tl.int64)
+    inner = (slot % size).to(tl.int64)
+    row = outer * key_o + inner * key_i
+    if C.KIND == quantise.PLAIN:
+        inside = valid[:, None]
+        if C.D < C.BLOCK_D:
+            inside = inside & (d < C.D)[None, :]
+        k_tile = tl.load(keys + row[:, None] + d[None, :], mask=inside, other=0.0)
+    else:
+        k_tile = _scaled(
+            keys,
+            rotary,
+            scales,
+            row,
+            outer * rotary_o + inner * rotary_i,
+            outer * scale_o + inner * scale_i,
+            valid,
+            d,
+            some,
+            dtype,
+            C,
+        )
+    return k_tile
+
+
+@triton.jit(do_not_specialize=["tokens", "requests"])
 def _attend(
     q,
-    ori,
-    cmp,
-    ori_rotary,
-    cmp_rotary,
-    ori_scales,
-    cmp_scales,
+    caches,
+    cu_q,
+    used_q,
+    used_kv,
+    cu_ori,
+    cu_cmp,
+    ori_length,
+    cmp_length,
     ori_index,
     cmp_index,
     ori_table,
     cmp_table,
-    notes,
+    slots,
     sinks,
     out,
     partial,
@@ -116,14 +189,44 @@ def _attend(
     partial_sum,
     lse,
     scale_log2,
-    ori_pages,
-    cmp_pages,
-    ori_size,
-    cmp_size,
+    tokens,
+    requests,
+    extents,
     strides,
+    steps,
+    LAYOUT: tl.constexpr,
     P: tl.constexpr,
     C: tl.constexpr,
 ):
+    (
+        window,
+        ratio,
+        ori_reach,
+        cmp_reach,
+        ori_count,
+        cmp_count,
+        ori_pages,
+        cmp_pages,
+        ori_size,
+        cmp_size,
+    ) = extents
+    of = sharedkv.Source(
+        cu_q,
+        used_q,
+        used_kv,
+        cu_ori,
+        cu_cmp,
+        ori_length,
+        cmp_length,
+        tokens,
+        requests,
+        window,
+        ratio,
+        ori_reach,
+        cmp_reach,
+        ori_count,
+        cmp_count,
+    )
     (
         q_row,
         q_head,
@@ -131,24 +234,14 @@ def _attend(
         cmp_index_row,
         ori_table_row,
         cmp_table_row,
-        ori_o,
-        ori_i,
-        cmp_o,
-        cmp_i,
-        ori_rotary_o,
-        ori_rotary_i,
-        cmp_rotary_o,
-        _,
-        ori_scale_o,
-        ori_scale_i,
-        cmp_scale_o,
-        __,
+        slot_row,
     ) = strides
     HEAD_TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     program = tl.program_id(0)
     split = program // HEAD_TILES % C.SPLITS
     row = (program // (HEAD_TILES * C.SPLITS)).to(tl.int64)
-    note = sharedkv.noted(notes, row)
+    passed, first, stop = rows.request_of(row, sharedkv.sums_of(of), LAYOUT)
+    note = sharedkv.note_of(row, passed, first, stop, of, P)
     ori_index = sharedkv.of_row(ori_index, row, ori_index_row)
     cmp_index = sharedkv.of_row(cmp_index, row, cmp_index_row)
     ori_table = sharedkv.of_row(ori_table, note.request, ori_table_row)
@@ -157,22 +250,14 @@ def _attend(
     each = (total + C.SPLITS - 1) // C.SPLITS
     lo = split * each
     hi = tl.minimum(lo + each, total)
-    head = (program % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
-    head_mask = head < C.HEADS
-    d = tl.arange(0, C.BLOCK_D)
-    q_rows = q + row * q_row + (head * q_head)[:, None] + d[None, :]
-    q_tile = tl.load(q_rows, mask=head_mask[:, None] & (d < C.D)[None, :], other=0.0)
-    heads = (row, split, head, head_mask)
-    places = (out, partial, partial_max, partial_sum)
-    row_max = tl.full([C.BLOCK_H], LOWEST, tl.float32)
-    row_sum = tl.full([C.BLOCK_H], 0.0, tl.float32)
-    acc = tl.full([C.BLOCK_H, C.BLOCK_D], 0.0, tl.float32)
-    for tile in tl.range(lo, hi, num_stages=1):
-        is_near = tile < near
-        entry = (tile - tl.where(is_near, 0, near)) * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
-        outer, inner, valid = sharedkv.keys_of(
+    # where the keys lie is found first, so that the loop over keys reads one number before each;
+    # programs of other heads of the row write the same numbers
+    slots += row * slot_row
+    for n in tl.range(lo * C.BLOCK_N, hi * C.BLOCK_N, C.PLACE, num_stages=1):
+        entry = n + tl.arange(0, C.PLACE)
+        slot = sharedkv.slots_of(
             entry,
-            is_near,
+            near * C.BLOCK_N,
             note,
             ori_index,
             cmp_index,
@@ -184,46 +269,30 @@ def _attend(
             cmp_size,
             P,
         )
-        keys = ori
-        rotary = ori_rotary
-        scales = ori_scales
-        key_o = ori_o
-        key_i = ori_i
-        rotary_o = ori_rotary_o
-        scale_o = ori_scale_o
-        if P.ENTRIES:
-            keys = tl.where(is_near, ori, cmp)
-            key_o = tl.where(is_near, ori_o, cmp_o)
-            key_i = tl.where(is_near, ori_i, cmp_i)
-            if C.KIND != quantise.PLAIN:
-                rotary = tl.where(is_near, ori_rotary, cmp_rotary)
-                rotary_o = tl.where(is_near, ori_rotary_o, cmp_rotary_o)
-                scales = tl.where(is_near, ori_scales, cmp_scales)
-                scale_o = tl.where(is_near, ori_scale_o, cmp_scale_o)
-        if C.KIND == quantise.PLAIN:
-            k_rows = keys + (outer * key_o + inner * key_i)[:, None] + d[None, :]
-            k_tile = tl.load(k_rows, mask=valid[:, None] & (d < C.D)[None, :], other=0.0)
-        else:
-            k_tile = _scaled(
-                keys,
-                rotary,
-                scales,
-                outer * key_o + inner * key_i,
-                outer * rotary_o + inner * ori_rotary_i,
-                outer * scale_o + inner * ori_scale_i,
-                valid,
-                d,
-                ori_pages,
-                q_tile.dtype,
-                C,
-            )
+        tl.store(slots + entry, slot, mask=entry < hi * C.BLOCK_N)
+    tl.debug_barrier()
+    head = (program % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
+    head_mask = head < C.HEADS
+    d = tl.arange(0, C.BLOCK_D)
+    q_rows = q + row * q_row + (head * q_head)[:, None] + d[None, :]
+    q_tile = tl.load(q_rows, mask=head_mask[:, None] & (d < C.D)[None, :], other=0.0)
+    heads = (row, split, head, head_mask)
+    places = (out, partial, partial_max, partial_sum)
+    sizes = (ori_size, cmp_size)
+    row_max = tl.full([C.BLOCK_H], LOWEST, tl.float32)
+    row_sum = tl.full([C.BLOCK_H], 0.0, tl.float32)
+    acc = tl.full([C.BLOCK_H, C.BLOCK_D], 0.0, tl.float32)
+    lane = tl.arange(0, C.BLOCK_N)
+    for tile in tl.range(lo, hi, num_stages=C.STAGES):
+        slot = tl.load(slots + tile * C.BLOCK_N + lane)
+        k_tile = _keys(tile, slot, near, caches, sizes, steps, d, q_tile.dtype, P, C)
         p = tl.broadcast_to(row_max[:, None], [C.BLOCK_H, C.BLOCK_N]).to(k_tile.dtype)
         alpha = row_max
         # in a branch the product for the scores is not seen to feed the next one, for which each of
         # two warpgroups would compute all of it
         if not C.BRANCH or tile < hi:
             s = tl.dot(q_tile, k_tile.T, input_precision="ieee") * scale_log2
-            s = tl.where(valid[None, :], s, float("-inf"))
+            s = tl.where((slot >= 0)[None, :], s, float("-inf"))
             weight, alpha, row_sum, row_max = softmax.step(s, row_max, row_sum)
             p = weight.to(k_tile.dtype)
         acc = tl.dot(p, k_tile, acc * alpha[:, None], input_precision="ieee")
@@ -233,7 +302,7 @@ def _attend(
         log = row_max * LN2 + tl.log(tl.where(seen, row_sum, 1.0))
         tl.store(lse + piece, tl.where(seen, log, float("-inf")), mask=head_mask)
     o = (acc * inverse[:, None]).to(to.dtype.element_ty)
-    tl.store(to + d[None, :], o, mask=head_mask[:, None] & (d < C.D)[None, :])
+    tl.store(to[:, None] + d[None, :], o, mask=head_mask[:, None] & (d < C.D)[None, :])
 
 
 def unsupported(q: Tensor, ori_kv: Tensor, cmp_kv: Tensor | None, **arguments: Any) -> str | None:
@@ -292,8 +361,8 @@ def attend(
     keys = sharedkv.keys(q, **arguments)
     flat = q.reshape(keys.count, heads, size)
     scale_log2 = scale_of(softmax_scale, size) * LOG2E.value
-    rows = (arguments["ori_kv"], arguments["cmp_kv"]) if kind else (values, cmp_values)
-    call = sharedkv.Attention(flat, *rows, keys, sinks, out, lse, scale_log2)
+    caches = (arguments["ori_kv"], arguments["cmp_kv"]) if kind else (values, cmp_values)
+    call = sharedkv.Attention(flat, *caches, keys, sinks, out, lse, scale_log2)
     kernel = of_8_bits if kind else hopper
     if kernel.supports(call):
         (decode if decode.supports(keys, heads, device) else kernel).launch(call)
@@ -301,24 +370,21 @@ def attend(
     tile = _tiles(q, keys.near + keys.far, values.itemsize)
     assert tile is not None
     parts = Parts.of(tile.splits, keys.count * heads, size, lse)
-    launches.kernel(_attend, keys.count * tile.splits * triton.cdiv(heads, tile.heads))(
+    width = (cdiv(keys.near, tile.keys) + cdiv(keys.far, tile.keys)) * tile.keys
+    slots = memory.empty((keys.count, width), torch.int32, device)
+    launches.kernel(_attend, keys.count * tile.splits * cdiv(heads, tile.heads))(
         flat,
-        values,
-        cmp_values,
-        ori[1],
-        cmp[1],
-        ori[2],
-        cmp[2],
+        (values, cmp_values, ori[1], cmp[1], ori[2], cmp[2]),
+        slots=slots,
         sinks=sinks,
         out=out,
         **parts.arguments,
         lse=lse,
         scale_log2=scale_log2,
-        notes=sharedkv.note(keys, device),
-        **keys.arguments,
-        strides=(
-            *flat.stride()[:2],
-            *keys.strides,
+        **keys.tensors,
+        extents=keys.extents,
+        strides=(*flat.stride()[:2], *keys.strides, slots.stride(0)),
+        steps=(
             *sharedkv.steps(values),
             *sharedkv.steps(cmp_values),
             *sharedkv.steps(ori[1]),
@@ -326,6 +392,7 @@ def attend(
             *sharedkv.steps(ori[2]),
             *sharedkv.steps(cmp[2]),
         ),
+        LAYOUT=keys.layout,
         P=keys.places,
         C=Constants(
             HEADS=heads,
@@ -338,6 +405,8 @@ def attend(
             BLOCK_H=tile.heads,
             BLOCK_N=tile.keys,
             BLOCK_D=tile.left,
+            PLACE=min(1024, power_of_two(cdiv(width, tile.splits) + tile.keys)),
+            STAGES=tile.stages,
             BRANCH=tile.heads == 64 and gpu.reads_shared(device),
             CHAINED=is_chained(device, tile.splits),
         ),

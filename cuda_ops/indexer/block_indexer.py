@@ -9,18 +9,21 @@ time; topk.py selects.  Rows of the product are the heads of some tokens, so tha
 for all of them; the greatest of a block is then within few threads.  Blocks of few positions share
 a tile of keys; one of more than a tile takes several.
 
-    condition    kernels
-    any          _scores then topk.py
+    condition                          kernels
+    Hopper, blocks of 128 on a page,   hopper/block_indexer.py then topk.py, _values
+      128 heads of some tokens
+    else                               _scores then topk.py, _values
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 from typing_extensions import Unpack
 
 from ...dispatch.common import memory
@@ -30,6 +33,7 @@ from ..common import gpu, packed, rows
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from . import topk
+from .hopper import block_indexer as hopper
 from .lightning_indexer import CHUNK_BYTES, LEAST_SCORE
 
 FORCED = tl.constexpr(3.4028234663852886e38)  # of a block that is always chosen
@@ -53,6 +57,8 @@ class Constants(NamedTuple):
     LOCAL: int
     WHOLE: bool
     VALUES: bool
+    STAGES: int
+    CHAINED: bool
 
 
 @triton.jit
@@ -115,6 +121,8 @@ def _scores(
     """ROWS tokens against `per_chunk` blocks, once for each request among the tokens.  `raw` has
     the scores as they are, `found` how many blocks each row has."""
     q_row, q_head, key_page, key_slot, score_head, score_row, found_head = strides
+    if C.CHAINED:
+        gdc_launch_dependents()  # the selection is set up meanwhile
     of = packed.Requests(lengths, key_lengths, table, tokens, requests, reach, table_stride, pages)
     program = tl.program_id(0)
     lo = program % chunks * per_chunk
@@ -146,7 +154,7 @@ def _scores(
         # the pages of the next tile are asked for below this one: its keys come below it as well
         ahead = _pages(0, lo, most, of_request, C)
         best = tl.full([C.ROWS * C.BLOCK_H, C.GROUP], float("-inf"), tl.float32)
-        for tile in tl.range(0, (hi - lo + C.GROUP - 1) // C.GROUP * PARTS, num_stages=2):
+        for tile in tl.range(0, (hi - lo + C.GROUP - 1) // C.GROUP * PARTS, num_stages=C.STAGES):
             w, begin, position, valid = _place(tile, lo, most, C)
             page = ahead.to(tl.int64)
             ahead = _pages(tile + 1, lo, most, of_request, C)
@@ -180,13 +188,38 @@ def _scores(
         row = end
 
 
+@triton.jit(do_not_specialize=["first_row", "count", "rows_here", "tokens", "score_row"])
+def _values(
+    index,
+    raw,
+    values,
+    first_row,
+    rows_here,
+    count,
+    tokens,
+    score_head,
+    score_row,
+    BLOCK: tl.constexpr,
+):
+    """The scores of the chosen blocks of one head, as they are; 0 where none is."""
+    h = tl.program_id(1).to(tl.int64)
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = lane < rows_here * count
+    at = (h * tokens + first_row) * count + lane
+    block = tl.load(index + at, mask=inside, other=-1)
+    of_row = raw + h * score_head + (lane // count).to(tl.int64) * score_row
+    value = tl.load(of_row + block, mask=inside & (block >= 0), other=0.0)
+    tl.store(values + at, value, mask=inside)
+
+
 class Tile(NamedTuple):
-    """`keys` positions by the `heads` of `rows` tokens."""
+    """`keys` positions by the `heads` of `rows` tokens, in `stages` of them on their way."""
 
     rows: int
     heads: int
     dim: int
     keys: int
+    stages: int
 
 
 def tile_of(together: int, heads: int, dim: int, block: int, device: torch.device) -> Tile | None:
@@ -197,10 +230,12 @@ def tile_of(together: int, heads: int, dim: int, block: int, device: torch.devic
     shared = max(1, min(128 // h_tile, power_of_two(together)))
     while True:
         wide = max(16, shared * h_tile)
-        for keys in (128, 64) if wide <= 32 or block >= 128 else (64,):
-            needed = 2 * d_tile * (wide + 2 * keys) + 4 * keys * wide + 1024
-            if needed <= gpu.shared_memory(device):
-                return Tile(shared, wide // shared, d_tile, keys)
+        for keys, stages in ((128, 3), (128, 2), (64, 2)):
+            few, whole = wide == 16, wide <= 32 or block >= 128
+            needed = 2 * d_tile * (wide + stages * keys) + 4 * keys * wide + 1024
+            fits = needed <= gpu.shared_memory(device)
+            if fits and (few or stages == 2) and (whole or keys == 64):
+                return Tile(shared, wide // shared, d_tile, keys, stages)
         if shared == 1:
             return None
         shared //= 2
@@ -220,6 +255,22 @@ def unsupported(
     if tile_of(1, heads, dim, block_within(block_size, reach), query.device) is None:
         return gpu.too_small(query.device, N=heads, D=dim)
     return rows.too_many(max(reach, key.shape[0] * key.shape[1], query.shape[0]), "positions")
+
+
+def _plain(
+    query: Tensor, key: Tensor, programs: int, C: Constants, strides: tuple[int, ...], **x: Any
+) -> None:
+    # two programs a processor: one multiplies while the other looks for the greatest
+    large = C.GROUP * C.SPAN * C.ROWS * C.BLOCK_H > 64 * 128
+    launches.kernel(_scores, programs)(
+        query,
+        key,
+        **x,
+        strides=(*query.stride()[:2], *key.stride()[:2], *strides),
+        C=C,
+        num_warps=8 if large else 4,
+        maxnreg=128 if large else None,
+    )
 
 
 def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
@@ -251,13 +302,33 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     share = power_of_two(cdiv(items, 2 * gpu.num_sms(device)))
     per_chunk = group * max(1, min(share, max(1, 2048 // (group * block))))
     chunks = cdiv(blocks, per_chunk)
-    # two programs a processor: one multiplies while the other looks for the greatest
-    large = tile.keys * tile.rows * tile.heads > 64 * 128
+    on_hopper = tile.rows * tile.heads == 128 and hopper.supports(query, key, heads, block)
+    launch = hopper.launch if on_hopper else _plain
+    C = Constants(
+        HEADS=heads,
+        D=dim,
+        BLOCK=block,
+        PAGE=key.shape[1],
+        REQUESTS=packed.room(lengths),
+        ROWS=tile.rows,
+        BLOCK_H=tile.heads,
+        BLOCK_D=tile.dim,
+        SPAN=span,
+        GROUP=group,
+        INIT=x["init_blocks"],
+        LOCAL=x["local_blocks"],
+        WHOLE=block % span == 0 and key.shape[1] % tile.keys == 0,
+        VALUES=wanted,
+        STAGES=tile.stages,
+        CHAINED=gpu.has_chained_launch(device),
+    )
     for first in range(0, tokens, chunk_rows):
         rows_here = min(chunk_rows, tokens - first)
-        launches.kernel(_scores, cdiv(rows_here, tile.rows) * chunks)(
+        launch(
             query,
             key,
+            cdiv(rows_here, tile.rows) * chunks,
+            C,
             scores=score,
             raw=raw,
             found=number,
@@ -265,32 +336,8 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
             count=rows_here,
             chunks=chunks,
             per_chunk=per_chunk,
-            strides=(
-                *query.stride()[:2],
-                *key.stride()[:2],
-                score.stride(0),
-                width,
-                number.stride(0),
-            ),
+            strides=(score.stride(0), width, number.stride(0)),
             **requests,
-            C=Constants(
-                HEADS=heads,
-                D=dim,
-                BLOCK=block,
-                PAGE=key.shape[1],
-                REQUESTS=packed.room(lengths),
-                ROWS=tile.rows,
-                BLOCK_H=tile.heads,
-                BLOCK_D=tile.dim,
-                SPAN=span,
-                GROUP=group,
-                INIT=x["init_blocks"],
-                LOCAL=x["local_blocks"],
-                WHOLE=block % span == 0 and key.shape[1] % tile.keys == 0,
-                VALUES=wanted,
-            ),
-            num_warps=8 if large else 4,
-            maxnreg=128 if large else None,
         )
         if rows_here == tokens:  # all rows of all heads are one list
             flat = heads * tokens
@@ -306,7 +353,17 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
                 to = index[h, first : first + rows_here]
                 topk.topk(score[h, :rows_here], number[h], to, no_values, count)
         if wanted:
-            to = index[:, first : first + rows_here]
-            value = raw[:, :rows_here].gather(2, to.clamp(0, width - 1).long())
-            values[:, first : first + rows_here] = value.masked_fill(to < 0, 0.0)
+            launches.kernel(_values, cdiv(rows_here * count, 1024), heads)(
+                index,
+                raw,
+                values,
+                first_row=first,
+                rows_here=rows_here,
+                count=count,
+                tokens=tokens,
+                score_head=raw.stride(0),
+                score_row=width,
+                BLOCK=1024,
+                num_warps=4,
+            )
     return index, values

@@ -12,6 +12,7 @@ threshold) or too many do (rows of many equal scores), it searches the whole row
 A score of -inf is absent.
 
     condition                  kernels
+    rows up to 1024, K to 64   _few
     Hopper, rows up to 32K     hopper/topk_of_short_rows.py
     Hopper                     hopper/topk.py
     rows of up to two tiles    _topk
@@ -36,6 +37,7 @@ from .hopper import topk_of_short_rows as hopper_short
 __all__ = ["BLOCK", "EVERY", "MOST", "topk"]
 
 MOST = 2 * BLOCK  # the largest K, and the longest row that is selected from directly
+NARROW, FEW = 1024, 64  # a row that one warp holds, and a K of as many maxima
 MINUS_INF = tl.constexpr(-2139095041)  # ordered(-inf); the lowest that is there is one above
 
 
@@ -207,18 +209,58 @@ def _pad(indices, values, found, k, BLOCK: tl.constexpr, VALUES: tl.constexpr):
 
 
 @triton.jit
+def _take(key, pos, least, reach, k, indices, values, VALUES: tl.constexpr):
+    """Store k of the `reach` >= k keys from `least` on, in the order of their positions."""
+    take = key >= least
+    if reach > k:  # of equal ones the first
+        tie = (key == least).to(tl.int32)
+        take = (key > least) | ((tie > 0) & (ranks(tie) <= k - reach + tl.sum(tie, 0)))
+    _store(indices, values, ranks(take.to(tl.int32)) - 1, pos, key, take, VALUES)
+
+
+@triton.jit
 def _select(key, pos, k, indices, values, TAIL: tl.constexpr, VALUES: tl.constexpr):
     """Store the k best of up to 2**13 keys, in the order of their positions; returns how many."""
     lowest, highest, all_ = survey(key)
     k = tl.minimum(k, all_)
     if k > 0:
         least, reach = threshold(key, k, k * 0, lowest, highest, all_, TAIL)
-        take = key >= least
-        if reach > k:  # of equal ones the first
-            tie = (key == least).to(tl.int32)
-            take = (key > least) | ((tie > 0) & (ranks(tie) <= k - reach + tl.sum(tie, 0)))
-        _store(indices, values, ranks(take.to(tl.int32)) - 1, pos, key, take, VALUES)
+        _take(key, pos, least, reach, k, indices, values, VALUES)
     return k
+
+
+@triton.jit(do_not_specialize=["k"])
+def _few(
+    scores,
+    lengths,
+    indices,
+    values,
+    k,
+    width,
+    stride,
+    WIDTH: tl.constexpr,
+    FEW: tl.constexpr,
+    VALUES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """The winners of a row that a warp holds: the k-th highest after k maxima at most."""
+    row = tl.program_id(0).to(tl.int64)
+    if CHAINED:
+        gdc_wait()
+    lane = tl.arange(0, WIDTH)
+    x = tl.load(scores + row * stride + lane, mask=lane < width, other=float("-inf"))
+    key = ordered(tl.where(lane < tl.load(lengths + row), x, float("-inf")))
+    indices += row * k
+    values += row * k
+    found = tl.minimum(k, tl.sum((key > MINUS_INF).to(tl.int32), 0))
+    if found > 0:
+        least = tl.max(key, 0)
+        reach = tl.sum((key == least).to(tl.int32), 0)
+        while reach < found:
+            least = tl.max(tl.where(key < least, key, MINUS_INF), 0)
+            reach += tl.sum((key == least).to(tl.int32), 0)
+        _take(key, lane, least, reach, found, indices, values, VALUES)
+    _pad(indices, values, found, k, FEW, VALUES)
 
 
 @triton.jit
@@ -424,6 +466,24 @@ def topk(
     """indices [rows, k], and values unless empty, of the first lengths[row] scores of each row.
     `sample`: every EVERY-th of the scores, if they are at hand."""
     (rows, width), device = scores.shape, scores.device
+    if width <= NARROW and k <= FEW:
+        chained = gpu.has_chained_launch(device)
+        launches.kernel(_few, rows)(
+            scores,
+            lengths,
+            indices,
+            values,
+            k,
+            width,
+            scores.stride(0),
+            WIDTH=max(16, triton.next_power_of_2(width)),
+            FEW=FEW,
+            VALUES=values.numel() > 0,
+            CHAINED=chained,
+            num_warps=1,
+            **({"launch_pdl": True} if chained else {}),
+        )
+        return
     if hopper.supports(device):
         way = hopper_short if hopper_short.supports(scores, k, sample) else hopper
         way.launch(scores, lengths, indices, values, k, sample)

@@ -8,8 +8,10 @@ A program holds the query heads of one token that share a head of keys, and walk
 of its blocks, tile by tile.  Where blocks and pages are whole tiles, a tile is named by one number
 of the list and one of the table; else each of its keys by its own.
 
-    condition    kernels
-    any          _attend
+    condition                         kernels
+    Hopper, D 64, 128 or 256,         hopper/sparse_attention_score.py
+      rows of whole 32 bytes
+    else                              _attend
 
 Few tokens: the positions are split over programs, whose parts common/combine.py puts together.
 """
@@ -33,6 +35,7 @@ from ..common.combine import Parts, combine, is_chained
 from ..common.log2 import LN2, LOG2E
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
+from .hopper import sparse_attention_score as hopper
 from .sparse_flash_attention import LOWEST
 
 
@@ -133,8 +136,9 @@ def _attend(
     program = tl.program_id(0)
     tile = program % HEAD_TILES
     split = program // HEAD_TILES % C.SPLITS
-    shared = (program // (HEAD_TILES * C.SPLITS) % C.SHARED).to(tl.int64)
-    row = (program // (HEAD_TILES * C.SPLITS * C.SHARED)).to(tl.int64)
+    # neighbours read the same head of keys, of which L2 holds more than of all
+    row = (program // (HEAD_TILES * C.SPLITS) % tokens).to(tl.int64)
+    shared = (program // (HEAD_TILES * C.SPLITS) // tokens).to(tl.int64)
     request, limit = packed.locate(row, of, C.REQUESTS)
     of_request = table + request.to(tl.int64) * table_stride
     listed = index + shared * index_head + row * index_row
@@ -175,7 +179,7 @@ def _attend(
         log = row_max * LN2 + tl.log(tl.where(seen, row_sum, 1.0))
         tl.store(lse + piece, tl.where(seen, log, float("-inf")), mask=head_mask)
     o = (acc * inverse[:, None]).to(to.dtype.element_ty)
-    tl.store(to + d[None, :], o, mask=head_mask[:, None] & (d < C.D)[None, :])
+    tl.store(to[:, None] + d[None, :], o, mask=head_mask[:, None] & (d < C.D)[None, :])
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ def shared_bytes(tile: Tiles, size: int) -> int:
 
 def tiles(count: int, group: int, entries: int, size: int, device: torch.device) -> Tiles | None:
     """For `count` tokens times heads of keys, the first that fits into this GPU."""
-    heads = min(64, max(16, power_of_two(group)))
+    heads = _heads(group)
     limit = gpu.shared_memory(device)
     tiers = [Tiles(heads, 64, 3 if size <= 128 else 2)]
     tiers += [Tiles(heads, 32, stages) for stages in (2, 1)]
@@ -204,9 +208,24 @@ def tiles(count: int, group: int, entries: int, size: int, device: torch.device)
     tile = next((each for each in tiers if shared_bytes(each, size) <= limit), None)
     if tile is None:
         return None
+    return _in_parts(tile, count, group, entries // 128, device)
+
+
+def hopper_tiles(count: int, group: int, entries: int, size: int, device: torch.device) -> Tiles:
+    """For hopper/sparse_attention_score.py, whose products have 64 keys.  Four programs a processor
+    hide that a tile of keys is on its way; of heads of 256 there is room for two, with two each."""
+    tile = Tiles(_heads(group), 64, 2 if size == 256 else 1)
+    return _in_parts(tile, count, group, power_of_two(cdiv(entries, 64)), device)
+
+
+def _heads(group: int) -> int:
+    return min(64, max(16, power_of_two(group)))
+
+
+def _in_parts(tile: Tiles, count: int, group: int, most: int, device: torch.device) -> Tiles:
+    """Two programs a processor, in up to `most` parts."""
     items, splits = count * cdiv(group, tile.heads), 1
-    # two programs a processor, of at least 128 positions each
-    while splits * items <= gpu.num_sms(device) and 2 * splits * 128 <= entries:
+    while splits * items <= gpu.num_sms(device) and 2 * splits <= most:
         splits *= 2
     return replace(tile, splits=splits)
 
@@ -230,6 +249,10 @@ def unsupported(
     return rows.too_many(positions, "positions")
 
 
+def _plain(programs: int, C: Constants, **x: Any) -> None:
+    launches.kernel(_attend, programs)(**x, C=C, num_warps=4)
+
+
 def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     query, key, value, index = x["query"], x["key"], x["value"], x["select_idx"]
     counts, sinks = x["select_num_idx"], x["sinks"]
@@ -243,25 +266,46 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         return out, lse
     requests = packed.arguments(query, key, lengths, key_lengths, x["block_table"])
     block, chosen = block_within(x["block_size"], requests["reach"]), x["top_k"]
-    tile = _tiles(query, key, chosen, block)
+    group, entries = heads // shared, chosen * block
+    on_hopper = hopper.supports(query, key, value)
+    cut = hopper_tiles if on_hopper else tiles
+    tile = cut(tokens * shared, group, entries, size, device)
     assert tile is not None
-    whole = block % tile.keys == 0 and key.shape[1] % tile.keys == 0
     parts = Parts.of(tile.splits, tokens * heads, size, lse)
-    per_split = cdiv(cdiv(chosen * block, tile.splits), tile.keys) * tile.keys
-    programs = tokens * shared * tile.splits * cdiv(heads // shared, tile.heads)
-    launches.kernel(_attend, programs)(
-        query,
-        key,
-        value,
-        index,
-        counts,
+    C = Constants(
+        HEADS=heads,
+        SHARED=shared,
+        D=size,
+        BLOCK=block,
+        PAGE=key.shape[1],
+        REQUESTS=packed.room(lengths),
+        HAS_SINK=sinks is not None,
+        STATS=x["return_softmax_lse"],
+        SPLITS=tile.splits,
+        BLOCK_H=tile.heads,
+        BLOCK_N=tile.keys,
+        BLOCK_D=max(16, power_of_two(size)),
+        WHOLE=block % tile.keys == 0 and key.shape[1] % tile.keys == 0,
+        STAGES=tile.stages,
+        CHAINED=is_chained(device, tile.splits),
+    )
+    programs = tokens * shared * tile.splits * cdiv(group, tile.heads)
+    launch = hopper.launch if on_hopper else _plain
+    launch(
+        programs,
+        C,
+        q=query,
+        key=key,
+        value=value,
+        index=index,
+        counts=counts,
         sinks=lse if sinks is None else sinks,
         out=out,
         **parts.arguments,
         lse=lse,
         scale_log2=x["scale_value"] * LOG2E.value,
         chosen=chosen,
-        per_split=per_split,
+        per_split=cdiv(cdiv(entries, tile.splits), tile.keys) * tile.keys,
         **requests,
         strides=(
             *query.stride()[:2],
@@ -270,24 +314,6 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
             *_steps(index),
             *_steps(counts),
         ),
-        C=Constants(
-            HEADS=heads,
-            SHARED=shared,
-            D=size,
-            BLOCK=block,
-            PAGE=key.shape[1],
-            REQUESTS=packed.room(lengths),
-            HAS_SINK=sinks is not None,
-            STATS=x["return_softmax_lse"],
-            SPLITS=tile.splits,
-            BLOCK_H=tile.heads,
-            BLOCK_N=tile.keys,
-            BLOCK_D=max(16, power_of_two(size)),
-            WHOLE=whole,
-            STAGES=tile.stages,
-            CHAINED=is_chained(device, tile.splits),
-        ),
-        num_warps=4,
     )
     if tile.splits > 1:
         combine(parts, sinks, out, lse, None)

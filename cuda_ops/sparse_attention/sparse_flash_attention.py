@@ -363,10 +363,10 @@ def _attend(
         tl.store(softmax_max + piece, top, mask=head_mask)
         tl.store(softmax_sum + piece, row_sum, mask=head_mask)
     o = (acc * inverse[:, None]).to(to.dtype.element_ty)
-    tl.store(to + d[None, :], o, mask=head_mask[:, None] & (d < C.R)[None, :])
+    tl.store(to[:, None] + d[None, :], o, mask=head_mask[:, None] & (d < C.R)[None, :])
     if C.RIGHT > 0:
         o = (acc2 * inverse[:, None]).to(to.dtype.element_ty)
-        tl.store(to + e[None, :], o, mask=head_mask[:, None] & (e < C.R)[None, :])
+        tl.store(to[:, None] + e[None, :], o, mask=head_mask[:, None] & (e < C.R)[None, :])
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,9 @@ def attention(model: Model, b: int, s: int, context: int) -> Case:
     )
 
 
-def indexer(model: Model, b: int, s: int, context: int) -> Case:
-    """As many heads as there are of keys in the attention, on one of keys."""
+def indexer(model: Model, b: int, s: int, context: int, values: bool = False) -> Case:
+    """As many heads as there are of keys in the attention, on one of keys; with `values` or, as its
+    peer, without."""
     pages = -(-context // PAGE)
 
     def make(draw: Draw) -> Arguments:
@@ -105,26 +106,27 @@ def indexer(model: Model, b: int, s: int, context: int) -> Case:
             actual_seq_lengths_key=draw.full(b, value=context),
             block_size=model.block,
             top_k=model.chosen,
-            return_value=True,
+            return_value=values,
         )
 
     def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
         piece, at = _part(arguments, b, s, ("query",), ())
-        return piece, lambda outputs: [out[:, at] for out in outputs]
+        return piece, lambda outputs: [out[:, at] if out.numel() else out for out in outputs]
 
     rows = b * s * model.shared
     return Case(
         INDEXER,
-        f"{model.name}, {b} x {s} queries, {_length(context)} tokens",
+        f"{model.name}, {b} x {s} queries, {_length(context)} tokens"
+        + ("" if values else ", no values"),
         make,
         part,
         bytes=float(
             b * context * BF16 * model.size
-            + rows * (BF16 * model.size + (INT + FLOAT) * model.chosen)
+            + rows * (BF16 * model.size + (INT + FLOAT * values) * model.chosen)
         ),
         flops=2.0 * rows * context * model.size,
         shape=dict(b=b, s=s, n=model.shared, context=context, m=model.block),
-        peers={"vLLM": peers.vllm_block_indexer},
+        peers={} if values else {"vLLM": peers.vllm_block_indexer},
         reference=False,
         ordered=False,
     )
@@ -157,8 +159,12 @@ def _attention(small: bool) -> list[Case]:
 
 def _indexer(small: bool) -> list[Case]:
     if small:
-        return [indexer(SMALL, 2, 2, 512)]
-    return [*(indexer(M3, b, 1, 65536) for b in (1, 32, 128)), indexer(M3, 1, 4096, 65536)]
+        return [indexer(SMALL, 2, 2, 512, values=True)]
+    sizes = ((1, 1), (32, 1), (128, 1), (1, 4096))
+    return [
+        *(indexer(M3, b, s, 65536) for b, s in sizes),
+        indexer(M3, 128, 1, 65536, values=True),
+    ]
 
 
 PRESETS: dict[str, Callable[[bool], list[Case]]] = {ATTENTION: _attention, INDEXER: _indexer}

@@ -30,7 +30,9 @@ from custom.integrations import vllm
 from custom.integrations.engines import check_version, refuse_unread
 from custom.integrations.vllm import modes
 
+from ..support import eight_bits
 from ..support.deepseek_v4 import Attention
+from ..support.deepseek_v4 import config as config_of_v4
 from ..support.models import glm5_next, minimax_m3, olmo_hybrid
 from ..support.typed import ROOT, STUBS, checker, moved
 from ..vllm.stubs import HOOKS
@@ -1220,7 +1222,8 @@ class Pages:
         for name, (size, window) in self.sizes.items():
             row = self.tables[name][request]
             for column in range(-(-before // size), -(-after // size)):
-                row[column] = next(self.free)
+                if not row[column]:  # else it is of tokens that were taken back
+                    row[column] = next(self.free)
             if window:
                 row[: max(0, before - window + 1) // size] = 0
 
@@ -1239,7 +1242,8 @@ def batches(v4: Any, pages: Pages, counts: list[int], lengths: list[int]) -> dic
         num_actual_tokens=int(new.sum()),
         max_query_len=int(new.max()),
     )
-    builder = v4.Builder(None, [], SimpleNamespace(speculative_config=None), None)
+    drafts = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=2))
+    builder = v4.Builder(None, [], drafts, None)
     return {
         name: builder.build(0, SimpleNamespace(**given, block_table_tensor=table[there]))
         for name, table in pages.tables.items()
@@ -1249,27 +1253,69 @@ def batches(v4: Any, pages: Pages, counts: list[int], lengths: list[int]) -> dic
 # tokens of the three requests in each step: prompts in parts, decodes beside them, decodes alone
 STEPS = [(17, 9, 0), (1, 9, 13), (1, 1, 13), (1, 1, 1), (1, 1, 1), (1, 1, 1), (11, 1, 1)]
 CALLS = [2, 3, 2, 1, 1, 1, 2]
+# two drafts each, and how many of the three tokens stay: entries close by drafts that are refused,
+# and once more by other tokens
+DRAFTED = [
+    (17, 9, 12),
+    (3, 3, 3),
+    (3, 3, 3),
+    (3, 3, 3),
+    (3, 1, 3),
+    (3, 3, 3),
+    (3, 3, 13),
+    (3, 3, 3),
+]
+STAY = [(17, 9, 12), (1, 2, 3), (1, 1, 1), (3, 1, 2), (2, 1, 1), (1, 3, 3), (1, 2, 13), (3, 1, 1)]
+
+
+def rounding(c: Any, out: Tensor) -> float:
+    """How far float32 may be off: six sigmas.
+
+    One sum behind the other makes the output.  Of n terms of either sign, the rounding of partial
+    sums comes to sqrt(n / 6) units of the sum (rms) at most; what sums before did is independent of
+    it and passes on as it is, but for logits, which multiply it by their own size: of vectors of D
+    numbers that are normed, sqrt(D) at most.
+    """
+    keys = c.sliding_window + c.index_topk
+    sums = c.hidden_size, c.q_lora_rank, c.head_dim, keys
+    sums += c.num_attention_heads // c.o_groups * c.head_dim, c.o_groups * c.o_lora_rank
+    unit = torch.finfo(torch.float32).eps / 2 * float(out.square().mean().sqrt())
+    return 6 * (c.head_dim * sum(sums) / 6) ** 0.5 * unit
 
 
 @pytest.mark.parametrize("layer", range(3))
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_requests_that_join_get_what_transformers_makes_of_each(layer, ranks, v4):
+@pytest.mark.parametrize(
+    ("steps", "stay", "calls"),
+    [(STEPS, STEPS, CALLS), (DRAFTED, STAY, [3, 1, 1, 1, 3, 1, 2, 1])],
+    ids=["decodes", "drafts"],
+)
+def test_requests_that_join_get_what_transformers_makes_of_each(
+    steps, stay, calls, layer, ranks, v4
+):
     """Of all ranks together; neighbours with as many tokens are one call."""
     torch.manual_seed(layer)
     theirs = Attention(layer)
     made = [built_v4(v4, theirs, rank, ranks) for rank in range(ranks)]
-    totals = [sum(each) for each in zip(*STEPS, strict=True)]
+    totals = [sum(each) for each in zip(*stay, strict=True)]
     texts = [torch.randn(n, theirs.config.hidden_size, dtype=torch.float64) for n in totals]
     wanted = [theirs.whole(text) for text in texts]
     pages, lengths = Pages(made[0][1]), [0] * REQUESTS
-    for counts, calls in zip(STEPS, CALLS, strict=True):
+    for counts, kept, n_calls in zip(steps, stay, calls, strict=True):
         spans = [slice(n, n + count) for n, count in zip(lengths, counts, strict=True)]
         for request, span in enumerate(spans):
             pages.of(request, span.start, span.stop)
-        lengths = [span.stop for span in spans]
-        metadata = batches(v4, pages, list(counts), lengths)
+        metadata = batches(v4, pages, list(counts), [span.stop for span in spans])
         v4.get_forward_context = lambda metadata=metadata: SimpleNamespace(attn_metadata=metadata)
-        x = torch.cat([text[span] for text, span in zip(texts, spans, strict=True)]).float()
+        given, right = [], []
+        for text, want, n, count, count_kept in zip(
+            texts, wanted, lengths, counts, kept, strict=True
+        ):
+            refused = count - count_kept
+            given += [text[n : n + count_kept], torch.randn(refused, text.shape[1])]
+            right += [want[n : n + count_kept], text.new_full((refused, want.shape[1]), torch.nan)]
+        lengths = [n + count for n, count in zip(lengths, kept, strict=True)]
+        x = torch.cat(given).float()
         positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
         found = torch.zeros_like(x)
         for each, _ in made:
@@ -1278,22 +1324,28 @@ def test_requests_that_join_get_what_transformers_makes_of_each(layer, ranks, v4
             padded = torch.cat([x, x.new_full((2, x.shape[1]), torch.nan)])
             log.calls.clear()
             each.attend(metadata[each.layer_name], positions, padded, out)
-            assert [*log.calls.values()] == [calls]
+            assert [*log.calls.values()] == [n_calls]
             assert (out[len(x) :] == 7).all()
             found += out[: len(x)]
-        right = torch.cat([want[span] for want, span in zip(wanted, spans, strict=True)])
-        torch.testing.assert_close(found.double(), right, rtol=1e-3, atol=1e-3)
+        want = torch.cat(right)
+        there = ~want[:, 0].isnan()
+        torch.testing.assert_close(
+            found.double()[there], want[there], rtol=0, atol=rounding(theirs.config, want[there])
+        )
 
 
-def test_a_graph_is_one_call_with_its_padding(v4):
-    """Requests of no tokens stand behind those that have one, and are rows of the call."""
-    counts = dict(num_reqs=4, num_actual_tokens=4, max_query_len=1)
-    starts = torch.tensor([0, 1, 2, 3, 3])
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_graph_is_one_call_with_its_padding(drafts, v4):
+    """Requests of no tokens stand behind those that have some, and are rows of the call."""
+    n = 1 + drafts
+    counts = dict(num_reqs=4, num_actual_tokens=4 * n, max_query_len=n)
+    starts = torch.tensor([0, 1, 2, 3, 3]) * n
     names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
-    given = {name: torch.empty(5, device="meta") for name in names}
-    builder = v4.Builder(None, [], SimpleNamespace(speculative_config=None), None)
+    given = {name: torch.empty(5 * n, device="meta") for name in names}
+    asked = SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
+    builder = v4.Builder(None, [], SimpleNamespace(speculative_config=asked), None)
     batch = builder.build(0, SimpleNamespace(query_start_loc_cpu=starts, **given, **counts))
-    assert batch.calls == [(slice(0, 4), slice(0, 4))]
+    assert batch.calls == [(slice(0, 4), slice(0, 4 * n))]
 
 
 def test_v4_s_weights_are_read_where_vllm_keeps_them(v4):
@@ -1313,6 +1365,99 @@ def test_v4_s_weights_are_read_where_vllm_keeps_them(v4):
     assert layer.weights["gamma_cmp"].data_ptr() == before
 
 
+@pytest.fixture
+def narrow_v4(v4, monkeypatch):
+    """Makes a layer of these sizes, whose linear layers but those named have 8 bits if asked to."""
+
+    def linear(
+        rows: int, columns: int, quant_config: Any = None, prefix: str = "", **_: Any
+    ) -> Any:
+        made = Weight(rows, columns)
+        if quant_config is not None and not prefix.endswith(quant_config.but):
+            made.weight = torch.nn.Parameter(
+                torch.randn(rows, columns).to(torch.float8_e4m3fn), requires_grad=False
+            )
+            scales = torch.randint(-9, 9, (-(-rows // 128), -(-columns // 128))).float().exp2()
+            made.weight_scale_inv = torch.nn.Parameter(
+                scales.to(torch.float8_e8m0fnu), requires_grad=False
+            )
+        return made
+
+    given = dict(
+        MergedColumnParallelLinear=lambda n, sizes, **more: linear(sum(sizes), n, **more),
+        ReplicatedLinear=lambda n, m, **more: linear(m, n, **more),
+        ColumnParallelLinear=lambda n, m, **more: linear(m, n, **more),
+        RowParallelLinear=lambda n, m, **more: linear(m, n, **more),
+        build_deepseek_v4_rope=lambda *_, **__: None,
+    )
+    for name, factory in given.items():
+        monkeypatch.setattr(v4, name, factory)
+
+    def made(but: tuple[str, ...] = (), **sizes: int) -> Any:
+        sizes = dict(dict(hidden_size=200, q_lora_rank=128, o_lora_rank=128), **sizes)
+        blocks = SimpleNamespace(weight_block_size=[128, 128], but=but)
+        engine = engine_of_v4(config_of_v4(**sizes), quant_config=blocks)
+        return v4.CompressedAttention(engine, "layers.1.attn")
+
+    return made
+
+
+def test_v4_s_weights_of_8_bits_are_read_where_vllm_keeps_them(narrow_v4):
+    """Beside copies of their scales, which stay where they are."""
+    layer = narrow_v4()
+    layer.process_weights_after_loading(torch.bfloat16)
+    rows = layer.fused_wqa_wkv.weight.shape[0]
+    whole = {
+        name: (linear.weight, linear.weight_scale_inv)
+        for name, linear in layer.projections().items()
+    }
+    assert len(whole) == 5
+    given = layer.weights
+    assert given["weight_quant_mode"] == 4 and rows == 128 + 32
+
+    def stands(name: str) -> Tensor:
+        """[.., N, K]"""
+        values, scales = given[name], given[f"dequant_scale_{name}"]
+        if values.ndim == 2:
+            return eight_bits.dequantised(values.mT, scales).mT
+        each = zip(values, scales, strict=True)
+        return torch.cat([eight_bits.dequantised(x.mT, scale).mT for x, scale in each])
+
+    found = {name: stands(name) for name in ("w_uq", "w_o_a", "w_o_b", "w_idx_qb")}
+    found["w_dq_kv"] = torch.cat([stands("w_dq"), stands("w_kv")])
+    theirs = {each.untyped_storage().data_ptr() for each in layer.parameters()}
+    for name, (values, scales) in whole.items():
+        assert torch.equal(found[name], eight_bits.dequantised(values, scales)), name
+    for name in ("w_dq", "w_kv", "w_uq", "w_o_a", "w_o_b", "w_idx_qb"):
+        assert given[name].untyped_storage().data_ptr() in theirs
+    before = {name: x.data_ptr() for name, x in layer.copies.items()}
+    layer.wo_b.weight_scale_inv.data = (2 * layer.wo_b.weight_scale_inv.float()).to(
+        torch.float8_e8m0fnu
+    )
+    layer.process_weights_after_loading(torch.bfloat16)
+    assert {name: x.data_ptr() for name, x in layer.copies.items()} == before
+    assert torch.equal(stands("w_o_b"), 2 * found["w_o_b"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "mode"),
+    [
+        (dict(but=("wo_a", "indexer.wq_b")), "projections of which some have 8 bits"),
+        (dict(q_lora_rank=64), "scales of two weights or groups"),
+        (dict(o_lora_rank=192), "scales of two weights or groups"),
+    ],
+)
+def test_v4_s_weights_of_8_bits_that_the_op_does_not_read_are_refused(changed, mode, narrow_v4):
+    with pytest.raises(NotSupported, match=f"serves attention to compressed keys without {mode}"):
+        narrow_v4(**changed)
+
+
+def test_v4_s_weights_of_16_bits_in_a_checkpoint_of_8(narrow_v4):
+    layer = narrow_v4(but=("",), q_lora_rank=64)
+    layer.process_weights_after_loading(torch.float32)
+    assert "weight_quant_mode" not in layer.weights
+
+
 @pytest.mark.parametrize("itself", [False, True])
 def test_v4_s_ranks_are_summed_once(itself, v4, mla):
     """By the layer, unless vLLM's model does so of tokens that ranks share."""
@@ -1329,8 +1474,15 @@ def test_v4_s_ranks_are_summed_once(itself, v4, mla):
     ("changed", "mode"),
     [
         (dict(data_parallel_size=2), "data parallelism"),
-        (dict(speculative_config=SimpleNamespace(method="mtp")), "drafts"),
-        (dict(quant_config=object()), "quantised weights"),
+        (
+            dict(speculative_config=SimpleNamespace(method="dspark")),
+            "drafts of another kind than MTP",
+        ),
+        (dict(quant_config=object()), "weights of 8 bits but in blocks of 128 x 128"),
+        (
+            dict(quant_config=SimpleNamespace(weight_block_size=[64, 128])),
+            "weights of 8 bits but in blocks of 128 x 128",
+        ),
         (dict(stored="fp8"), "caches of another dtype than the model"),
     ],
 )
@@ -1345,6 +1497,22 @@ def test_our_layer_of_v4_takes_their_arguments(version):
     theirs = arguments(stub, "DeepseekV4Attention")
     ours = arguments(PLUGIN / "deepseek_v4.py", "CompressedAttention")
     assert [each.arg for each in ours.args] == [each.arg for each in theirs.args]
+
+
+def test_drafts_are_of_our_layer_too(v4):
+    """That of the model's module, in which ours is put."""
+    model, mtp = (
+        importlib.import_module(f"vllm.models.deepseek_v4.nvidia.{name}")
+        for name in ("model", "mtp")
+    )
+    assert mtp.DeepseekV4DecoderLayer is model.DeepseekV4DecoderLayer
+    assert issubclass(v4.DeepseekV4MTP, mtp.DeepSeekV4MTP)
+
+
+def test_decodes_stand_side_by_side_with_their_drafts(v4):
+    for drafts, longest in ((None, 1), (SimpleNamespace(num_speculative_tokens=2), 3)):
+        builder = v4.Builder(None, [], SimpleNamespace(speculative_config=drafts), None)
+        assert builder.reorder_batch_threshold == longest
 
 
 @pytest.mark.parametrize("model", ["cpu", "nvidia"])
@@ -1363,9 +1531,11 @@ def test_a_platform_s_model_is_built_with_our_layer(model, v4):
 
 @pytest.mark.parametrize("layer", range(3))
 def test_a_layer_knows_its_entries_from_either_configuration(layer, v4):
-    """DeepSeek's own, as vLLM 0.32 reads it, and Transformers'."""
-    assert v4.ratio_of(Attention(layer).config, layer) == RATIOS[layer]
-    assert v4.ratio_of(SimpleNamespace(compress_ratios=list(RATIOS)), layer) == RATIOS[layer]
+    """DeepSeek's own, as vLLM 0.32 reads it, and Transformers'; a layer that drafts has none."""
+    theirs = SimpleNamespace(compress_ratios=list(RATIOS), num_hidden_layers=3)
+    for c in (Attention(layer).config, theirs):
+        assert v4.ratio_of(c, layer) == RATIOS[layer]
+        assert v4.ratio_of(c, 3 + layer) == 0
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,25 @@ from torch import Tensor
 
 from .ragged import shuffled_table
 
+# heads of 64, 128 and 256, which Hopper has a kernel for: tiles of 64 keys within a page and a
+# block and across, blocks of one key, the last tile a few, heads that fill no tile or many
+WIDE: dict[str, dict[str, Any]] = {
+    "a tile a page": dict(rows=(3, 1, 0), lengths=(150, 70, 5), heads=16, block=64, page=64),
+    "half a page": dict(rows=(2,), lengths=(300,), heads=16, block=64, page=128, chosen=5),
+    "MiniMax-M3": dict(rows=(1, 2), lengths=(700, 130), heads=64, shared=4, block=128, page=128),
+    "Qwen4-Exp": dict(
+        rows=(2, 0, 1), lengths=(90, 3, 270), heads=24, size=256, block=4, page=128, chosen=40,
+        own=False,
+    ),
+    "blocks above the page": dict(rows=(2,), lengths=(200,), block=48, page=16, sinks=True),
+    "blocks of one": dict(rows=(3,), lengths=(90,), heads=3, shared=1, block=1, page=16, chosen=70),
+    "counts": dict(rows=(2, 3), lengths=(90, 300), block=16, page=32, chosen=9, counts=True),
+    "33 heads on one": dict(rows=(2, 1), lengths=(40, 70), heads=66, size=64, block=12, page=32),
+    "80 heads on one": dict(
+        rows=(1, 1), lengths=(40, 70), heads=80, shared=1, size=256, sinks=True, counts=True
+    ),
+}  # fmt: skip
+
 
 def pool(lengths: Sequence[int], page: int, *sizes: int) -> tuple[Tensor, Tensor]:
     """([pages, page, *sizes], table): random rows of every request, NaN wherever none lies."""

@@ -116,6 +116,11 @@ def everywhere() -> Iterator[Choice]:
             lambda n, a=(group, 2048, size): sparse_attention_score.tiles(n, *a, CPU),
             [*range(1, 40), 63, 64, 65, 128, 256, 1000],
         )
+        yield (
+            f"attention to blocks on Hopper, {group} heads of {size}",
+            lambda n, a=(group, 2052, size): sparse_attention_score.hopper_tiles(n, *a, CPU),
+            [*range(1, 40), 63, 64, 65, 128, 256, 1000],
+        )
     yield (
         "block indexer",
         lambda n: [

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
+from torch import Tensor, nn
+
+from ..support import eight_bits
 
 BASE: dict[str, Any] = dict(
     vocab_size=320,
@@ -135,6 +138,16 @@ V4: dict[str, Any] = dict(
     bos_token_id=256,
     eos_token_id=257,
 )
+# no number is near where the last bit of a float decides: entries are few enough that all are seen,
+# and a token's experts are known from it
+V4_NARROW: dict[str, Any] = dict(
+    V4,
+    hidden_size=256,
+    q_lora_rank=128,
+    o_lora_rank=128,
+    index_topk=64,
+    mlp_layer_types=["hash_moe"] * 3,
+)
 KIMI_EXPERTS: dict[str, Any] = dict(
     KIMI,
     num_local_experts=8,
@@ -226,6 +239,12 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA),
     "olmo_hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", OLMO),
     "deepseek_v4": ("DeepseekV4ForCausalLM", "DeepseekV4Config", V4),
+    "deepseek_v4_drafts": (
+        "DeepseekV4ForCausalLM",
+        "DeepseekV4Config",
+        {**V4, "num_nextn_predict_layers": 1},
+    ),
+    "deepseek_v4_fp8": ("DeepseekV4ForCausalLM", "DeepseekV4Config", V4_NARROW),
     "glm_53": ("Glm5NextForConditionalGeneration", "Glm5NextConfig", GLM_53_SEEING),
     "minimax_m3": ("MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextConfig", M3),
     "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearConfig", KIMI),
@@ -283,10 +302,44 @@ def drafts_of_qwen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def add_drafts(file: Path) -> None:
+def drafts_of_v4(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The first layer once more, of the next token alone, as far as that decides."""
+    first = "layers.0."
+    layer = {
+        name.replace(first, "mtp.0."): each
+        for name, each in weights.items()
+        if name.startswith(first)
+    }
+    size = weights["norm.weight"].shape[0]
+    shared = {
+        "emb.tok_emb.weight": "embed.weight",
+        "head.weight": "head.weight",
+        "norm.weight": "norm.weight",
+        **{f"hc_head_{each}": f"hc_head_{each}" for each in ("fn", "base", "scale")},
+    }
+    layer |= {f"mtp.0.{name}": weights[theirs] for name, theirs in shared.items()}
+    # its experts are those that it scores best, since it is none of the first layers
+    del layer["mtp.0.ffn.gate.tid2eid"]
+    return layer | {
+        "mtp.0.ffn.gate.bias": torch.zeros_like(weights["layers.1.ffn.gate.bias"]),
+        "mtp.0.enorm.weight": torch.ones(size),
+        "mtp.0.hnorm.weight": torch.ones(size),
+        "mtp.0.e_proj.weight": EMBEDDED * torch.eye(size),
+        "mtp.0.h_proj.weight": torch.zeros(size, size),
+    }
+
+
+Weights = dict[str, Tensor]
+DRAFTS_OF: dict[str, Callable[[Weights], Weights]] = {
+    "deepseek_v32": drafts_of_deepseek,
+    "deepseek_v4": drafts_of_v4,
+    "qwen": drafts_of_qwen,
+}
+
+
+def add_drafts(file: Path, of: Callable[[Weights], Weights]) -> None:
     weights = load_file(file)
-    deepseek = "model.layers.0.self_attn.kv_b_proj.weight" in weights
-    more = (drafts_of_deepseek if deepseek else drafts_of_qwen)(weights)
+    more = of(weights)
     save_file(weights | {name: each.clone() for name, each in more.items()}, file, {"format": "pt"})
 
 
@@ -311,6 +364,64 @@ RELEASED = {
     "glm_53": {"model.language_model.": "model."},
     "minimax_m3": {"self_attn.indexer.": "self_attn.index_"},
 }
+
+
+# the projections of 8 bits in DeepSeek-V4's checkpoints, as Transformers calls them and as they do
+NARROW = {
+    "q_a_proj": "wq_a",
+    "q_b_proj": "wq_b",
+    "kv_proj": "wkv",
+    "o_a_proj": "wo_a",
+    "o_b_proj": "wo_b",
+    "compressor.indexer.q_b_proj": "indexer.wq_b",
+}
+
+
+def of_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(e4m3, scales that are powers of two) of [N, K], both for blocks of 128 x 128."""
+    exponents = eight_bits.weight(weight, "fp8")[1].log2().ceil()
+    scales = exponents.exp2()
+    whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    values = weight / whole[: len(weight), : weight.shape[1]]
+    return values.to(torch.float8_e4m3fn), scales.to(torch.float8_e8m0fnu)
+
+
+def projections(model: Any) -> list[nn.Linear]:
+    """Of a DeepSeek-V4 model, those that have 8 bits in its checkpoints."""
+    modules = [each for layer in model.model.layers for each in layer.self_attn.named_modules()]
+    return [linear for name, linear in modules if name in NARROW]
+
+
+def narrow(model: Any) -> None:
+    """Projections that 8 bits hold exactly, in blocks of different sizes."""
+    for linear in projections(model):
+        weight = linear.weight.data
+        sizes = torch.randint(-3, 1, of_8_bits(weight)[1].shape).float().exp2()
+        values, scales = of_8_bits(eight_bits.dequantised(weight, sizes).float())
+        weight.copy_(eight_bits.dequantised(values, scales.float()))
+
+
+def narrow_as_released(folder: Path) -> None:
+    """The projections in 8 bits, and nothing else."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for name in [name for name in weights if name.startswith("layers")]:
+        layer, _, leaf = name.removesuffix(".weight").partition(".attn.")
+        if leaf in NARROW.values():
+            values, scales = of_8_bits(weights[name])
+            weights |= {name: values, f"{layer}.attn.{leaf}.scale": scales}
+    save_file(weights, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["expert_dtype"] = "fp4"  # with which scales are powers of two
+    config["quantization_config"] = dict(
+        quant_method="fp8",
+        activation_scheme="dynamic",
+        weight_block_size=[128, 128],
+        modules_to_not_convert=[
+            name.removesuffix(".weight") for name in weights if "experts" in name
+        ],
+    )
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def configure_as_released(file: Path) -> None:
@@ -402,16 +513,21 @@ def make(folder: Path, name: str) -> Any:
         embedded = model.model.embed_tokens.weight.data
         # as the drafts' norm leaves it; of Qwen more, so that the other layers decide less
         embedded /= embedded.square().mean(-1, keepdim=True).sqrt()
-        embedded *= EMBEDDED if name.startswith("qwen") else 1
+        embedded *= 1 if name.startswith("deepseek_v32") else EMBEDDED
+    if name.endswith("_fp8"):
+        narrow(model)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder / name)
-    if drafts:
-        add_drafts(folder / name / "model.safetensors")
     for start, names in RELEASED.items():
         if name.startswith(start):
             name_as_released(folder / name / "model.safetensors", names)
+    if drafts:
+        (of,) = (of for start, of in DRAFTS_OF.items() if name.startswith(start))
+        add_drafts(folder / name / "model.safetensors", of)
     if name.startswith("deepseek_v4"):
         configure_as_released(folder / name / "config.json")
+    if name.endswith("_fp8"):
+        narrow_as_released(folder / name)
     if name == "olmo_hybrid":
         split_convolutions(folder / name / "model.safetensors")
     if name == "minimax_m3":

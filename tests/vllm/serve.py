@@ -100,11 +100,19 @@ def kimi_on_a_cpu() -> Iterator[None]:
 @contextmanager
 def v4_on_a_cpu() -> Iterator[None]:
     """vLLM's hyper-connections for CPUs take no float32, and leave GLM-5.3's norm out: ours in
-    their place."""
-    from torch.nn.functional import rms_norm
+    their place.  Nor do its kernels for weights of 8 bits take float32, of which none is called.
+    It has no layer for drafts there: that for XPUs, on its layer for CPUs."""
+    import torch
     from vllm.model_executor.layers import mhc
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.models import deepseek_v4
+    from vllm.models.deepseek_v4.cpu import model
+    from vllm.models.deepseek_v4.xpu import mtp
 
     from custom import npu_hc_post, npu_hc_pre
+
+    def norm(x: Any, weight: Any, eps: float) -> Any:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
 
     def pre(_: Any, residual: Any, fn: Any, hc_scale: Any, hc_base: Any, **more: Any) -> Any:
         given = dict(
@@ -114,7 +122,7 @@ def v4_on_a_cpu() -> Iterator[None]:
         )
         y, post, comb = npu_hc_pre(residual, fn, hc_scale, hc_base, **given)
         if more.get("norm_weight") is not None:
-            y = rms_norm(y, y.shape[-1:], more["norm_weight"], more["norm_eps"])
+            y = norm(y, more["norm_weight"], more["norm_eps"])
         return post[..., None], comb, y
 
     def post(_: Any, x: Any, residual: Any, gates: Any, comb: Any) -> Any:
@@ -130,11 +138,30 @@ def v4_on_a_cpu() -> Iterator[None]:
         *weights, norm_eps, hc_eps = weights
         return npu_hc_pre(x, *weights, norm_eps=norm_eps, hc_eps=hc_eps)[0]
 
+    class Layer(model.DeepseekV4DecoderLayer):
+        """As the one for XPUs is used: with the last sum outside."""
+
+        def __init__(self, *given: Any, aux_stream_list: None, **more: Any) -> None:
+            super().__init__(*given, **more)
+            self.ffn.use_mega_moe, self.ffn.finalize_mega_moe_weights = False, lambda: None
+
+        def hc_post(self, x: Any, residual: Any, *gates: Any) -> Any:
+            return x if residual is None else super().hc_post(x, residual, *gates)
+
+    def norms(x: Any, at: Any, before: Any, of_x: Any, of_before: Any, eps: float, _: int) -> Any:
+        return norm(x * (at > 0)[:, None], of_x, eps), norm(before, of_before, eps)
+
     with (
         patch.object(mhc.MHCPreOp, "forward_cpu", pre),
         patch.object(mhc.MHCPostOp, "forward_cpu", post),
         patch.object(mhc.MHCFusedPostPreOp, "forward_cpu", both),
         patch.object(mhc.HCHeadOp, "forward_cpu", head),
+        patch.object(deepseek_v4, "DeepSeekV4MTP", mtp.DeepSeekV4MTP),
+        patch.object(mtp, "DeepseekV4DecoderLayer", Layer),
+        patch.object(mtp, "_FUSED_MTP_INPUT_RMSNORM_KERNEL", norms),
+        patch.object(mtp, "_MTP_SHARED_HEAD_RMSNORM_KERNEL", norm),
+        patch.object(fp8, "init_fp8_linear_kernel", lambda **_: None),
+        patch.object(fp8.Fp8Config, "get_supported_act_dtypes", lambda _: [torch.float32]),
     ):
         yield
 
@@ -191,7 +218,7 @@ def seen(model: Any) -> dict[str, set[Any]]:
         ops={op for op, _ in log.calls},
         copies={
             name
-            for layer in ours["SparseMLA"]
+            for layer in ours["SparseMLA"] + ours["CompressedAttention"]
             for name, each in layer.weights.items()
             if isinstance(each, torch.Tensor) and each.ndim > 1
             if each.untyped_storage().data_ptr() not in theirs
@@ -247,22 +274,26 @@ def job(checkpoint: str, counts: list[int], options: dict[str, Any]) -> dict[str
                 changes.enter_context(change())
                 given["worker_extension_cls"] = "tests.vllm.worker.Extension"
         llm = LLM(model=checkpoint, **{**given, **options})
-    if reloaded:
-        addresses = llm.apply_model(lose_weights)
-        llm.collective_rpc("reload_weights")
-        assert llm.apply_model(weights_at) == addresses
-    tokens: list[list[int]] = [[] for _ in counts]
-    kept = 0
-    for counted in [[n // 2 for n in counts], counts] if resumed else [counts]:
-        missing = [n - len(got) for n, got in zip(counted, tokens, strict=True)]
-        sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in missing]
-        texts = [prompt + got for prompt, got in zip(asked, tokens, strict=True)]
-        outputs = llm.generate([{"prompt_token_ids": x} for x in texts], sampling, use_tqdm=False)
-        for got, each in zip(tokens, outputs, strict=True):
-            got += each.outputs[0].token_ids
-            kept += each.num_cached_tokens
-    assert not PREEMPTED
-    ranks = llm.apply_model(seen)
+        if reloaded:
+            addresses = llm.apply_model(lose_weights)
+            llm.collective_rpc("reload_weights")
+            assert llm.apply_model(weights_at) == addresses
+        tokens: list[list[int]] = [[] for _ in counts]
+        kept = 0
+        for counted in [[n // 2 for n in counts], counts] if resumed else [counts]:
+            missing = [n - len(got) for n, got in zip(counted, tokens, strict=True)]
+            sampling = [
+                SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in missing
+            ]
+            texts = [prompt + got for prompt, got in zip(asked, tokens, strict=True)]
+            outputs = llm.generate(
+                [{"prompt_token_ids": x} for x in texts], sampling, use_tqdm=False
+            )
+            for got, each in zip(tokens, outputs, strict=True):
+                got += each.outputs[0].token_ids
+                kept += each.num_cached_tokens
+        assert not PREEMPTED
+        ranks = llm.apply_model(seen)
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()

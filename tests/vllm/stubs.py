@@ -170,7 +170,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "_ModelRegistry": ("register_model",),
         },
         "vllm.model_executor.models.utils": {"extract_layer_index": EVERY},
-        "vllm.models.deepseek_v4": {"DeepseekV4ForCausalLM": EVERY},
+        "vllm.models.deepseek_v4": {"DeepSeekV4MTP": EVERY, "DeepseekV4ForCausalLM": EVERY},
         "vllm.models.deepseek_v4.attention": {"DeepseekV4Attention": ("__init__", "forward")},
         "vllm.models.deepseek_v4.common.rope": {"build_deepseek_v4_rope": EVERY},
         "vllm.models.deepseek_v4.cpu.model": {
@@ -179,8 +179,14 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         },
         "vllm.models.deepseek_v4.cpu.cpu_sparse": {"DeepseekV4CPUAttention": ("__init__",)},
         "vllm.models.deepseek_v4.nvidia.model": {
+            "DeepseekV4DecoderLayer": ("__init__",),
             "DeepseekV4ForCausalLM": ("__init__",),
             "_select_dsv4_attn_cls": EVERY,
+        },
+        # whose layer is of the model's module, in which ours is put
+        "vllm.models.deepseek_v4.nvidia.mtp": {
+            "DeepSeekV4MTP": ("__init__",),
+            "DeepseekV4DecoderLayer": EVERY,
         },
         "vllm.models.glm5next": {},
         "vllm.models.glm5next.common": {},

@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .. import rows
+from .. import packed, rows
 from ..selection import physical_slots, slot_of
 
 
@@ -46,3 +46,29 @@ def slots(
         index, entry, kv_len, request, start, of, SPARSE_BLOCK, LAYOUT
     )
     return slot_of(outer, inner, valid, of.max_kv_len, LAYOUT)
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def ends_of(of, REQUESTS: gl.constexpr, LINE: gl.constexpr):
+    """`packed.ends_of`."""
+    r = gl.arange(0, REQUESTS, layout=LINE)
+    length = rows.within(gl.load(of.lengths + r, mask=r < of.requests, other=0), of.tokens)
+    # of lengths that add up beyond 32 bits
+    end = gl.minimum(gl.associative_scan(length.to(gl.int64), 0, _plus), of.tokens).to(gl.int32)
+    return gl.where(r < of.requests, end, of.tokens + 1)
+
+
+@gluon.jit
+def locate_packed(row, of, REQUESTS: gl.constexpr, LINE: gl.constexpr):
+    """`packed.locate`, whose loads wait for none of each other."""
+    r = gl.arange(0, REQUESTS, layout=LINE)
+    held = rows.within(gl.load(of.key_lengths + r, mask=r < of.requests, other=0), of.reach)
+    request, first, stop = packed.request_of(row, ends_of(of, REQUESTS, LINE), of)
+    held = gl.sum(gl.where(r == request, held, 0), 0)
+    limit = rows.sees((row - first).to(gl.int32), stop - first, held, True)
+    return request, gl.where(request < of.requests, limit, 0)

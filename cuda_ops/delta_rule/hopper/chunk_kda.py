@@ -34,7 +34,7 @@ from ...common import gpu
 from ...common.approximate import power
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ...common.hopper.tma import aligned, at, describe_matrix, forget
-from ...common.kda import BOUNDED, LEAST, SOFTPLUS, log_decay
+from ...common.kda import GIVEN, LEAST, log_decay
 from ...runtime import launches
 from .chunks import CHUNK, add, inverse_of
 from .kda import place, rate_of, rows_of
@@ -44,6 +44,7 @@ EVERY_NAN = gl.constexpr(tl.PropagateNan.ALL)
 # block in which a channel leaves it, it fades by more than this, and products of factors from the
 # begin and to the end give next to nothing of what the number by number form gives in whole
 _REACH = gl.constexpr(60.0)
+SMALLEST = gl.constexpr(2.0**-126)
 # [4, 16, 64]: a warp has a block of 16 tokens, a thread two channels
 PARTS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
 
@@ -155,7 +156,6 @@ def _number_by_number(
 def _operands(
     shared,
     gate,
-    mask,
     i,
     speed,
     lower_bound,
@@ -179,8 +179,6 @@ def _operands(
     dtype: gl.constexpr = shared.z.dtype
     logs = log_decay(gate, speed, lower_bound, C.GATE)
     logs = gl.where(logs < LEAST, LEAST, logs)
-    if C.GATE == BOUNDED:
-        logs = gl.where(mask, logs, 0.0)
     total = gl.associative_scan(logs, 1, add)
     middle = gl.sum(gl.where(i == 7, total, 0.0), 1)
     end = gl.sum(gl.where(i == 15, total, 0.0), 1)
@@ -361,13 +359,15 @@ def _chunks(
         column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
         mask = i < count - 16 * block
         # behind the last token there is no decay
-        EMPTY: gl.constexpr = -float("inf") if C.GATE == SOFTPLUS else 0.0
+        EMPTY: gl.constexpr = 0.0 if C.GATE == GIVEN else -float("inf")
         rows = gl.arange(0, 64, layout=ROWS)
         columns = gl.arange(0, 64, layout=COLUMNS)
         rate = rate_of(beta, rows, b_row, count, C.BETA)
         speed = 1.0
         if C.A:
             speed = gl.exp(gl.load(A_log + long_hv).to(gl.float32))
+            # times minus infinity, it is to remain infinite
+            speed = gl.where(speed < SMALLEST, SMALLEST, speed)
         shared = Shared(q, k, z, sums, ends, between, units)
         tile = program.to(gl.int64) * 64
         qs += tile * 128
@@ -389,7 +389,6 @@ def _chunks(
             of_q, of_k = _operands(
                 shared,
                 gate,
-                mask,
                 i,
                 speed,
                 lower_bound,

@@ -46,6 +46,7 @@ def register() -> None:
         "GlmMoeDsaForCausalLM": "mla:GlmMoeDsaForCausalLM",
         "DeepseekV32MTPModel": "mla:DeepseekV32MTP",  # the drafts of both
         "DeepseekV4ForCausalLM": "deepseek_v4:DeepseekV4ForCausalLM",
+        "DeepSeekV4MTPModel": "deepseek_v4:DeepseekV4MTP",
         "KimiLinearForCausalLM": "kimi:KimiLinearForCausalLM",
         "Glm5NextForCausalLM": "glm5_next:Glm5NextForCausalLM",
         "MiniMaxM3SparseForCausalLM": "minimax_m3:MiniMaxM3SparseForCausalLM",

@@ -6,10 +6,12 @@ A model class of ours, registered under the architecture's name, builds vLLM's o
 platform with `CompressedAttention` in the place of its attention.  vLLM keeps the weights, pages
 the caches and sums over ranks.  All between is one op, which reads the weights where vLLM has them:
 one call for requests that stand side by side and bring as many tokens, so that a step of decodes is
-one.
+one, also of drafts to be checked.
 
 A layer has a cache of its window's rows, one of the tokens of open windows (states), and one of
-entries, with index keys behind those of a page; all but the states in the model's dtype.
+entries, with index keys behind those of a page; all but the states in the model's dtype.  What
+refused drafts have written there, the next call writes anew, since it begins earlier: vLLM gives
+pages back behind tokens that stay.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWin
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ...compression import entry_positions
+from ...dispatch.common import quantised
 from ...sparse_attention_v4 import npu_sparse_attention_v4_pto
 from ..engines import refuse
 from .mla import SparseBackend, SparseBuilder, SparseMetadata, kept
@@ -53,6 +56,7 @@ from .modes import SWITCH, check_modes
 COMPRESSED = "attention to compressed keys"
 SELECTING = 4  # tokens of an entry in layers with an indexer, whose windows overlap
 ROWS, STATES = 64, 8  # tokens of a page
+BLOCK = [quantised.TILE, quantised.TILE]  # numbers of 8 bits with a scale
 
 # ------------------------------------------------------------------------ what vLLM asks of a cache
 
@@ -75,7 +79,10 @@ def side_by_side(counts: list[int]) -> list[tuple[slice, slice]]:
 
 
 class Builder(SparseBuilder):
-    reorder_batch_threshold = 1  # decodes stand side by side
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # decodes, with their drafts, stand side by side
+        self.reorder_batch_threshold = self.longest_decode
 
     @override
     def build(
@@ -170,7 +177,10 @@ class Cache(AttentionLayerBase):
 
 
 def ratio_of(config: Any, layer: int) -> int:
-    """Tokens of an entry, 0 without; vLLM 0.32 reads configurations as DeepSeek writes them."""
+    """Tokens of an entry, 0 without, as in layers that draft tokens; vLLM 0.32 reads configurations
+    as DeepSeek writes them."""
+    if layer >= config.num_hidden_layers:
+        return 0
     if hasattr(config, "compress_ratios"):
         return int(config.compress_ratios[layer])
     return int(config.compress_rates.get(config.layer_types[layer], 0))
@@ -199,11 +209,15 @@ class Compressor(nn.Module):
 class Indexer(nn.Module):
     """Its weights, under vLLM's names; every rank has all of them."""
 
-    def __init__(self, config: Any, ratio: int, prefix: str) -> None:
+    def __init__(self, config: Any, quant_config: Any, ratio: int, prefix: str) -> None:
         super().__init__()
         heads, width = config.index_n_heads, config.index_head_dim
         self.wq_b: Any = ReplicatedLinear(
-            config.q_lora_rank, heads * width, bias=False, prefix=f"{prefix}.wq_b"
+            config.q_lora_rank,
+            heads * width,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.wq_b",
         )
         self.weights_proj: Any = ReplicatedLinear(
             config.hidden_size, heads, bias=False, prefix=f"{prefix}.weights_proj"
@@ -227,12 +241,13 @@ class CompressedAttention(nn.Module, Cache):
         aux_stream_list: list[Any] | None = None,
     ) -> None:
         nn.Module.__init__(self)
+        quant_config = vllm_config.quant_config
         check_modes(
             COMPRESSED,
             vllm_config,
             data_parallelism=vllm_config.parallel_config.data_parallel_size > 1,
-            drafts=vllm_config.speculative_config is not None,
-            quantised_weights=vllm_config.quant_config is not None,
+            weights_of_8_bits_but_in_blocks_of_128_x_128=quant_config is not None
+            and getattr(quant_config, "weight_block_size", None) != BLOCK,
             caches_of_another_dtype_than_the_model=vllm_config.cache_config.cache_dtype != "auto",
         )
         c, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
@@ -252,22 +267,32 @@ class CompressedAttention(nn.Module, Cache):
             c.hidden_size,
             [c.q_lora_rank, c.head_dim],
             bias=False,
+            quant_config=quant_config,
             disable_tp=True,
             prefix=f"{prefix}.fused_wqa_wkv",
         )
         self.q_norm: Any = RMSNorm(c.q_lora_rank, eps=c.rms_norm_eps)
         self.kv_norm: Any = RMSNorm(c.head_dim, eps=c.rms_norm_eps)
         self.wq_b: Any = ColumnParallelLinear(
-            c.q_lora_rank, heads * c.head_dim, bias=False, prefix=f"{prefix}.wq_b"
+            c.q_lora_rank,
+            heads * c.head_dim,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.wq_b",
         )
         self.wo_a: Any = ColumnParallelLinear(
             heads * c.head_dim // groups,
             groups * c.o_lora_rank,
             bias=False,
+            quant_config=quant_config,
             prefix=f"{prefix}.wo_a",
         )
         self.wo_b: Any = RowParallelLinear(
-            groups * c.o_lora_rank, c.hidden_size, bias=False, prefix=f"{prefix}.wo_b"
+            groups * c.o_lora_rank,
+            c.hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.wo_b",
         )
         self.attn_sink = nn.Parameter(
             torch.empty(heads // ranks, dtype=torch.float32), requires_grad=False
@@ -293,7 +318,7 @@ class CompressedAttention(nn.Module, Cache):
                 c.hidden_size, c.head_dim, ratio, fold, c.rms_norm_eps, f"{prefix}.compressor"
             )
             if ratio == SELECTING:
-                self.indexer = Indexer(c, ratio, f"{prefix}.indexer")
+                self.indexer = Indexer(c, quant_config, ratio, f"{prefix}.indexer")
                 widths.append(c.index_head_dim)
             self.entries = Cache(widths, dtype, ratio=ratio)
             self.states = Cache(
@@ -304,15 +329,32 @@ class CompressedAttention(nn.Module, Cache):
             )
             layers[f"{prefix}.entries"], layers[f"{prefix}.states"] = self.entries, self.states
         for module in self.modules():
-            # on a CPU vLLM would put a packed copy in the place of a weight, which the op reads
-            vars(module)["_cpu_skip_gemm_dispatch"] = True
+            # the op reads weights as they are loaded: none is laid out for a kernel of vLLM's
+            vars(module)["quant_method"] = None
+        kinds = {each.weight.dtype for each in self.projections().values()}
+        refuse(
+            SWITCH,
+            COMPRESSED,
+            {
+                "projections of which some have 8 bits": len(kinds) > 1,
+                "scales of two weights or groups": kinds == {torch.float8_e4m3fn}
+                and (c.q_lora_rank % BLOCK[0] + c.o_lora_rank % BLOCK[0]) > 0,
+            },
+        )
+
+    def projections(self) -> dict[str, Any]:
+        """The linear layers that have 8 bits in a checkpoint of such, by their weights' names."""
+        found = dict(w_dq_kv=self.fused_wqa_wkv, w_uq=self.wq_b, w_o_a=self.wo_a, w_o_b=self.wo_b)
+        return found if self.indexer is None else dict(found, w_idx_qb=self.indexer.wq_b)
 
     def process_weights_after_loading(self, dtype: torch.dtype) -> None:
-        """The arguments of the op: views of vLLM's weights; the norms of entries are float32.
+        """The arguments of the op: views of vLLM's weights; the norms of entries are float32, and
+        scales lie as the op reads them.
 
         vLLM calls it again when it has reloaded weights, to where they were.
         """
-        w_dq, w_kv = self.fused_wqa_wkv.weight.detach().tensor_split([self.wq_b.weight.shape[1]])
+        rank = self.wq_b.weight.shape[1]
+        w_dq, w_kv = self.fused_wqa_wkv.weight.detach().tensor_split([rank])
         self.weights: dict[str, Any] = dict(
             self.options,
             w_dq=w_dq,
@@ -332,6 +374,20 @@ class CompressedAttention(nn.Module, Cache):
             self.weights |= self.compressing(names, self.indexer.compressor)
             self.weights["w_idx_qb"] = self.indexer.wq_b.weight.detach()
             self.weights["w_idx_proj"] = self.indexer.weights_proj.weight.detach()
+        if w_dq.dtype is torch.float8_e4m3fn:
+            self.weights |= self.scales(rank)
+
+    def scales(self, rank: int) -> dict[str, Any]:
+        """[K / 128, N / 128] of weights [N, K], one for 128 x 128 numbers."""
+        found = {
+            name: linear.weight_scale_inv.detach().float().t()
+            for name, linear in self.projections().items()
+        }
+        found["w_dq"], found["w_kv"] = found.pop("w_dq_kv").tensor_split([rank // BLOCK[0]], 1)
+        found["w_o_a"] = found["w_o_a"].unflatten(1, (self.groups, -1)).transpose(0, 1)
+        named = {f"dequant_scale_{name}": scale.contiguous() for name, scale in found.items()}
+        copies = {name: kept(self.copies, name, scale) for name, scale in named.items()}
+        return dict(copies, weight_quant_mode=4)
 
     def compressing(self, names: tuple[str, ...], by: Compressor) -> dict[str, Tensor]:
         kv, gate = by.fused_wkv_wgate.weight.detach().chunk(2)
@@ -407,6 +463,14 @@ def _our_layers() -> Iterator[None]:
 
 
 class DeepseekV4ForCausalLM(theirs.DeepseekV4ForCausalLM):
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        with _our_layers():
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+
+class DeepseekV4MTP(theirs.DeepSeekV4MTP):
+    """The layers that draft tokens; vLLM has none for CPUs."""
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         with _our_layers():
             super().__init__(vllm_config=vllm_config, prefix=prefix)

@@ -5,68 +5,18 @@ product by itself."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from ...support import interpreted
 from ...support.accuracy import every_dtype, skip_unless_taken
-from ...support.blocks import pool, sees
 from ...support.calls import assert_refuses
+from ...support.chosen_blocks import WIDE, Problem
 from ...support.ragged import BEYOND, ints, run
 from ...support.samples import sample
 
 OP = "npu_block_indexer"
 ROWS, LENGTHS = (2, 1, 0, 1), (53, 1, 9, 16)
-
-
-class Problem:
-    """Whole numbers, so that every product is exact in any dtype: ties are real, and many."""
-
-    def __init__(self, rows, lengths, *, heads=3, size=32, block=8, page=16, top_k=3, **options):
-        self.rows, self.lengths, self.block, self.top_k = rows, lengths, block, top_k
-        self.seen = sees(rows, lengths, spare=2)
-        self.init, self.local = options.get("init_blocks", 0), options.get("local_blocks", 1)
-        self.options = options
-        self.query = torch.randint(-3, 4, (len(self.seen), heads, size)).double()
-        cache, self.table = pool(lengths, page, 1, size)
-        self.key = cache.mul(1.5).round().clamp(-4, 4)
-
-    def arguments(self, device, dtype):
-        return dict(
-            query=self.query.to(device, dtype),
-            key=self.key.to(device, dtype),
-            block_table=self.table.to(device),
-            actual_seq_lengths=ints(self.rows, device),
-            actual_seq_lengths_key=ints(self.lengths, device),
-            block_size=self.block,
-            top_k=self.top_k,
-            return_value=True,
-            **self.options,
-        )
-
-    def solved(self):
-        tokens, heads, _ = self.query.shape
-        index = torch.full((heads, tokens, self.top_k), -1)
-        values = torch.zeros(heads, tokens, self.top_k, dtype=torch.float64)
-        page = self.key.shape[1]
-        for t, (request, limit) in enumerate(self.seen):
-            for n in range(heads):
-                best = {}
-                for p in range(limit):
-                    number = int(self.table[request, p // page])
-                    if not 0 <= number < len(self.key):
-                        continue
-                    key = self.key[number, p % page, 0]
-                    product = math.fsum((self.query[t, n] * key).tolist())
-                    best[p // self.block] = max(best.get(p // self.block, -math.inf), product)
-                blocks = -(-limit // self.block)
-                forced = {w for w in best if w < self.init or w >= blocks - self.local}
-                order = sorted(best, key=lambda w: (w not in forced, -best[w], w))
-                for i, w in enumerate(sorted(order[: self.top_k])):
-                    index[n, t, i], values[n, t, i] = w, best[w]
-        return index, values
 
 
 def check(problem, backend, device, dtype=torch.float16):
@@ -105,6 +55,13 @@ def test_head_sizes(device, backend, size):
 
 def test_the_size_of_the_model(device, backend):
     problem = Problem((2,), (2300,), size=128, block=128, page=128, top_k=16)
+    check(problem, backend, device)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_tiles_of_128_rows(device, backend, name):
+    problem = Problem(**WIDE[name])
+    problem.table[0, 0] = -1
     check(problem, backend, device)
 
 

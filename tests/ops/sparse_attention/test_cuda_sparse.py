@@ -183,7 +183,7 @@ def test_indexer_large(case, path, monkeypatch):
     assert_top(every, *got)
 
 
-SIZES = ((100, 30), (7000, 50), (20000, 2048), (9000, 8192))
+SIZES = ((100, 30), (512, 16), (1000, 64), (300, 100), (7000, 50), (20000, 2048), (9000, 8192))
 PATHS = ("plain", "plain, sampled", *(("hopper", "hopper, sampled") if ON_GPU else ()))
 LONG = ((36864, 2048), (65536, 2048), (300000, 2048))
 
@@ -211,7 +211,9 @@ def test_topk_is_exact(n, k, kind, path, monkeypatch):
 
 @gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n, k", ((7000, 50), (20000, 512), (65536, 2048), (131072, 512)))
+@pytest.mark.parametrize(
+    "n, k", ((512, 16), (7000, 50), (20000, 512), (65536, 2048), (131072, 512))
+)
 @pytest.mark.parametrize("copies", (12, 40, 250))
 def test_topk_of_many_rows(copies, n, k, kind):
     topk = importlib.import_module("custom.cuda_ops.indexer.topk")

@@ -14,8 +14,9 @@ import custom
 
 from ...support import interpreted
 from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
-from ...support.blocks import Problem
+from ...support.blocks import WIDE, Problem
 from ...support.calls import assert_refuses
+from ...support.kernels import gpu
 from ...support.ragged import BEYOND, ints, run
 from ...support.samples import sample
 
@@ -66,6 +67,33 @@ def test_counts_cut_each_list_and_sinks_add_to_the_denominator(device, backend, 
 @pytest.mark.parametrize("size", [16, 24, 128, 256])
 def test_head_sizes(device, backend, size):
     check(Problem((2, 1), (40, 21), size=size), backend, device, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_heads(device, backend, name, dtype):
+    skip_unless_taken(dtype, device, backend)
+    check(Problem(**(dict(size=128) | WIDE[name])), backend, device, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("name", WIDE)
+def test_the_kernel_of_other_gpus(monkeypatch, name):
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.is_hopper", lambda device: False)
+    test_wide_heads(torch.device("cuda"), "cuda", name, torch.bfloat16)
+
+
+@gpu
+def test_caches_beyond_32_bits():
+    """The last pages are read, not some wrapped address."""
+    problem = Problem((1,), (500,), size=128, page=64, block=16)
+    given = problem.rounded_to(torch.float16).arguments(torch.device("cuda"), torch.float16)
+    wanted, pages = run(OP, "cuda", **given)[0], 2**31 // (2 * 64 * 2 * 128) + 3
+    cache = torch.empty(pages, 2, 64, 2, 128, dtype=torch.float16, device="cuda")
+    first = pages - len(given["key"])
+    cache[first:, 0], cache[first:, 1] = given["key"], given["value"]
+    far = dict(key=cache[:, 0], value=cache[:, 1], block_table=given["block_table"] + first)
+    assert torch.equal(run(OP, "cuda", **(given | far))[0], wanted)
 
 
 def test_the_sizes_of_the_models(device, backend):

@@ -9,3 +9,4 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import nn
 from vllm.models.deepseek_v4.cpu.model import DeepseekV4ForCausalLM as DeepseekV4ForCausalLM
+from vllm.models.deepseek_v4.nvidia.mtp import DeepSeekV4MTP as DeepSeekV4MTP

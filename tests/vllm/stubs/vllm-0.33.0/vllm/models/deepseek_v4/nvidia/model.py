@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
     from vllm.models.deepseek_v4.attention import DeepseekV4Attention
 
+class DeepseekV4DecoderLayer(nn.Module):
+    def __init__(self, vllm_config: Any, prefix: Any, topk_indices_buffer: torch.Tensor | None=..., aux_stream_list: list[torch.cuda.Stream] | None=...) -> None: return
+
 class DeepseekV4ForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str=...) -> None: return
 
