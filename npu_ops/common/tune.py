@@ -67,14 +67,19 @@ _ACCUMULATE = tuple(
     if heads <= most
 )
 TABLE: dict[str, tuple[Config, ...]] = {
-    # a depth of 128 for those that 512 does not divide, and for short ones
+    # a depth of 128 for those that 512 does not divide, and for short ones; one weight alone may
+    # have tiles of 10 and 11 panels
     "product.nz_products": (
         *(
             Config({"ROWS": rows, "PANELS": panels, "DEPTH": depth})
             for rows in (16, 32, 64)
-            for panels, depth in ((8, 512), (4, 512), (4, 128))
+            for panels, depth in ((8, 512), (4, 512), (4, 128), (11, 512), (10, 512))
         ),
-        *(Config({"ROWS": 128, "PANELS": panels, "DEPTH": 256}) for panels in (8, 4)),
+        *(Config({"ROWS": 128, "PANELS": panels, "DEPTH": 256}) for panels in (8, 4, 11, 10)),
+    ),
+    # without double buffers: the panels of a tile take turns
+    "product.held_products": tuple(
+        Config({"ROWS": 128, "PANELS": panels}, {"multibuffer": False}) for panels in (4, 2)
     ),
     "product.nd_product": tuple(
         Config({"ROWS": rows, "COLUMNS": 128, "DEPTH": 128}) for rows in (16, 32, 64, 128)
@@ -305,9 +310,9 @@ TABLE: dict[str, tuple[Config, ...]] = {
         *(
             Config({"ROWS": rows, "PANELS": panels, "DEPTH": 512})
             for rows in (16, 32, 64)
-            for panels in (8, 4)
+            for panels in (8, 4, 11)
         ),
-        *(Config({"ROWS": 128, "PANELS": panels, "DEPTH": 256}) for panels in (8, 4)),
+        *(Config({"ROWS": 128, "PANELS": panels, "DEPTH": 256}) for panels in (8, 4, 11)),
     ),
     # NZ tiles, and those of the compressors' rows
     "before_attention.sums": tuple(

@@ -260,39 +260,44 @@ def _turn_heads(
     HEAD_TILE: tl.constexpr,
 ):
     """x [rows, heads, SIZE], where they lie: `out` is `x` under another name, since build 1.0.0
-    confuses a tile that is loaded as pairs and stored as rows.  The core where they end."""
+    confuses a tile that is loaded as pairs and stored as rows.  A core's works are neighbours, and
+    a row's angles are taken apart once.  The core where they end."""
     PLAIN: tl.constexpr = SIZE - ROTARY
     r = tl.arange(0, ROTARY)[None]
     tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
     dtype = out.dtype.element_ty
-    for work in range(turn(first), rows * tiles, tl.num_programs(0)):
-        row = work // tiles
-        h = (work - row * tiles) * HEAD_TILE + tl.arange(0, HEAD_TILE)
-        at = row.to(tl.int64) * heads * SIZE + h[:, None] * SIZE
+    each = (rows * tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
+    begin = turn(first) * each
+    end = tl.minimum(begin + each, rows * tiles)
+    for row in range(begin // tiles, (end + tiles - 1) // tiles):
         _, position = standing(act_seqs, seqused, row, steps, USED)
-        taken = (h < tl.where(position >= 0, heads, 0))[:, None]
         s, c = angles(sin + row.to(tl.int64) * ROTARY, cos + row.to(tl.int64) * ROTARY, ROTARY)
         s = tl.where(position >= 0, s, 0.0)
         c = tl.where(position >= 0, c, 0.0)
-        both = tl.load(x + at + PLAIN + r, mask=taken, other=0.0)
-        left, right = tl.split(both.reshape(HEAD_TILE, ROTARY // 2, 2))
-        left = left.to(tl.float32)
-        right = right.to(tl.float32)
-        if NORM:
-            total = tl.sum(left * left, 1) + tl.sum(right * right, 1)
-            if PLAIN > 0:
-                p = tl.arange(0, PLAIN)[None]
-                rest = tl.load(x + at + p, mask=taken, other=0.0).to(tl.float32)
-                total += tl.sum(rest * rest, 1)
-            scale = 1.0 / tl.sqrt(total / SIZE + epsilon)
-            scale = tl.where(position >= 0, scale, 0.0)[:, None]
-            left *= scale
-            right *= scale
-            if PLAIN > 0:
-                tl.store(out + at + p, (rest * scale).to(dtype), mask=(h < heads)[:, None])
-        both = turned(left, right, s[None], c[None]).reshape(HEAD_TILE, ROTARY).to(dtype)
-        tl.store(out + at + PLAIN + r, both, mask=(h < heads)[:, None])
-    return (first + rows * tiles) % tl.num_programs(0)
+        start = row * tiles
+        for work in range(tl.maximum(begin - start, 0), tl.minimum(end - start, tiles)):
+            h = work * HEAD_TILE + tl.arange(0, HEAD_TILE)
+            at = row.to(tl.int64) * heads * SIZE + h[:, None] * SIZE
+            taken = (h < tl.where(position >= 0, heads, 0))[:, None]
+            both = tl.load(x + at + PLAIN + r, mask=taken, other=0.0)
+            left, right = tl.split(both.reshape(HEAD_TILE, ROTARY // 2, 2))
+            left = left.to(tl.float32)
+            right = right.to(tl.float32)
+            if NORM:
+                total = tl.sum(left * left, 1) + tl.sum(right * right, 1)
+                if PLAIN > 0:
+                    p = tl.arange(0, PLAIN)[None]
+                    rest = tl.load(x + at + p, mask=taken, other=0.0).to(tl.float32)
+                    total += tl.sum(rest * rest, 1)
+                scale = 1.0 / tl.sqrt(total / SIZE + epsilon)
+                scale = tl.where(position >= 0, scale, 0.0)[:, None]
+                left *= scale
+                right *= scale
+                if PLAIN > 0:
+                    tl.store(out + at + p, (rest * scale).to(dtype), mask=(h < heads)[:, None])
+            both = turned(left, right, s[None], c[None]).reshape(HEAD_TILE, ROTARY).to(dtype)
+            tl.store(out + at + PLAIN + r, both, mask=(h < heads)[:, None])
+    return (first + (rows * tiles + each - 1) // each) % tl.num_programs(0)
 
 
 @entry.jit(do_not_specialize=["rows", "steps", "heads", "index_heads", "epsilon"])

@@ -2,12 +2,14 @@
 # Copyright the npu-custom-ops authors
 """Products with weights, on the cube alone: no vector core, no workspace.
 
-    nz_products   x [M, K] @ W for up to four W, as FRACTAL_NZ bytes [N/16, K, 16] each
-    nd_product    x [M, heads, K] @ W [heads, K, N], row-major, head by head; or W [heads, N, K]
+    nz_products     x [M, K] @ W for up to four W, as FRACTAL_NZ bytes [N/16, K, 16] each
+    held_products   the same of 65 to 128 rows and a short depth: x stays in L1
+    nd_product      x [M, heads, K] @ W [heads, K, N], row-major, head by head; or W [heads, N, K]
 
 An NZ panel is 16 columns, and its K rows lie one after the other: a step of DEPTH of them is one
 bulk copy of contiguous bytes into L1, and one multiply.  The panels' sums stay in L0C, and the x
-tile is loaded once for all of them.  Wider tiles out of panels (a 3-D load, reshaped) are
+tile is loaded once for all of them; of one weight 10 or 11 panels, where that makes as many tiles
+as there are cores.  Wider tiles out of panels (a 3-D load, reshaped) are
 miscompiled or go through the vector cores.
 
 Where tiles are few, the depth is cut as well: `out` then has sums of parts, for the next launch to
@@ -131,11 +133,16 @@ def panel_tiles(
         acc1 = tl.zeros((ROWS, WIDE), KIND)
         acc2 = tl.zeros((ROWS, WIDE), KIND)
         acc3 = tl.zeros((ROWS, WIDE), KIND)
-        if PANELS == 8:
+        if PANELS >= 8:
             acc4 = tl.zeros((ROWS, WIDE), KIND)
             acc5 = tl.zeros((ROWS, WIDE), KIND)
             acc6 = tl.zeros((ROWS, WIDE), KIND)
             acc7 = tl.zeros((ROWS, WIDE), KIND)
+        if PANELS >= 10:
+            acc8 = tl.zeros((ROWS, WIDE), KIND)
+            acc9 = tl.zeros((ROWS, WIDE), KIND)
+        if PANELS == 11:
+            acc10 = tl.zeros((ROWS, WIDE), KIND)
         for step in range(0, span, DEPTH):
             k = part * span + step
             x_tile = row_tile(x, row, m, depth, k, x_row, WHOLE_M, WHOLE_K, DEPTH)
@@ -152,7 +159,7 @@ def panel_tiles(
             acc3 = _step(
                 x_tile, w, panel + 3, panels, depth, k, at, acc3, WHOLE_N, WHOLE_K, DEPTH, WIDE
             )
-            if PANELS == 8:
+            if PANELS >= 8:
                 acc4 = _step(
                     x_tile, w, panel + 4, panels, depth, k, at, acc4, WHOLE_N, WHOLE_K, DEPTH, WIDE
                 )
@@ -165,16 +172,43 @@ def panel_tiles(
                 acc7 = _step(
                     x_tile, w, panel + 7, panels, depth, k, at, acc7, WHOLE_N, WHOLE_K, DEPTH, WIDE
                 )
+            if PANELS >= 10:
+                acc8 = _step(
+                    x_tile, w, panel + 8, panels, depth, k, at, acc8, WHOLE_N, WHOLE_K, DEPTH, WIDE
+                )
+                acc9 = _step(
+                    x_tile, w, panel + 9, panels, depth, k, at, acc9, WHOLE_N, WHOLE_K, DEPTH, WIDE
+                )
+            if PANELS == 11:
+                acc10 = _step(
+                    x_tile,
+                    w,
+                    panel + 10,
+                    panels,
+                    depth,
+                    k,
+                    at,
+                    acc10,
+                    WHOLE_N,
+                    WHOLE_K,
+                    DEPTH,
+                    WIDE,
+                )
         to = out + part.to(tl.int64) * out_part
         _put(to, row, m, panel, panels, out_row, acc0, WHOLE_N, WIDE)
         _put(to, row, m, panel + 1, panels, out_row, acc1, WHOLE_N, WIDE)
         _put(to, row, m, panel + 2, panels, out_row, acc2, WHOLE_N, WIDE)
         _put(to, row, m, panel + 3, panels, out_row, acc3, WHOLE_N, WIDE)
-        if PANELS == 8:
+        if PANELS >= 8:
             _put(to, row, m, panel + 4, panels, out_row, acc4, WHOLE_N, WIDE)
             _put(to, row, m, panel + 5, panels, out_row, acc5, WHOLE_N, WIDE)
             _put(to, row, m, panel + 6, panels, out_row, acc6, WHOLE_N, WIDE)
             _put(to, row, m, panel + 7, panels, out_row, acc7, WHOLE_N, WIDE)
+        if PANELS >= 10:
+            _put(to, row, m, panel + 8, panels, out_row, acc8, WHOLE_N, WIDE)
+            _put(to, row, m, panel + 9, panels, out_row, acc9, WHOLE_N, WIDE)
+        if PANELS == 11:
+            _put(to, row, m, panel + 10, panels, out_row, acc10, WHOLE_N, WIDE)
     return (first + tiles * parts) % tl.num_programs(0)
 
 
@@ -284,6 +318,162 @@ def nz_products(
             WHOLE_M,
             WHOLE_N,
             WHOLE_K,
+            ROWS,
+            PANELS,
+            DEPTH,
+        )
+
+
+@triton.jit
+def _held_panels(
+    x_tile,
+    w,
+    out,
+    columns,
+    out_row,
+    first,
+    core,
+    cores,
+    k,
+    rows,
+    depth,
+    WHOLE_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    PANELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The tiles of one weight, of which core `first` of `cores` takes the first; the core where
+    they end."""
+    panels = columns // 16
+    tiles = (panels + PANELS - 1) // PANELS
+    row = tl.arange(0, ROWS)
+    m = row < rows
+    row = row.to(tl.int64)[:, None]
+    at = (k + tl.arange(0, DEPTH))[:, None] * 16 + tl.arange(0, 16)[None]
+    for tile in range(tl.where(core < first, core + cores, core) - first, tiles, cores):
+        for i in tl.static_range(PANELS):
+            panel = tile * PANELS + i
+            acc = tl.zeros((ROWS, 16), tl.float32)
+            acc = _step(x_tile, w, panel, panels, depth, k, at, acc, WHOLE_N, True, DEPTH, 16)
+            _put(out, row, m, panel, panels, out_row, acc, WHOLE_N, 16)
+    return (first + tiles) % cores
+
+
+@entry.jit(
+    do_not_specialize=[
+        "columns0", "columns1", "columns2", "columns3", "row0", "row1", "row2", "row3", "rows",
+        "depth", "parts", "out_part",
+    ]
+)  # fmt: skip
+def held_products(
+    x,
+    w0,
+    out0,
+    columns0,
+    row0,
+    w1,
+    out1,
+    columns1,
+    row1,
+    w2,
+    out2,
+    columns2,
+    row2,
+    w3,
+    out3,
+    columns3,
+    row3,
+    rows,
+    depth,
+    parts,
+    out_part,
+    WHOLE_M: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    PANELS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    multibuffer: tl.constexpr,
+):
+    """Of at most ROWS rows, in parts of DEPTH numbers: each program has one of them."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    part = program * parts // programs
+    start = (part * programs + parts - 1) // parts
+    cores = ((part + 1) * programs + parts - 1) // parts - start
+    core = program - start
+    k = part * DEPTH
+    row = tl.arange(0, ROWS)
+    x_tile = row_tile(
+        x, row.to(tl.int64)[:, None], row < rows, depth, k, depth, WHOLE_M, True, DEPTH
+    )
+    to = part.to(tl.int64) * out_part
+    first = _held_panels(
+        x_tile,
+        w0,
+        out0 + to,
+        columns0,
+        row0,
+        0,
+        core,
+        cores,
+        k,
+        rows,
+        depth,
+        WHOLE_N,
+        ROWS,
+        PANELS,
+        DEPTH,
+    )
+    if w1 is not None:
+        first = _held_panels(
+            x_tile,
+            w1,
+            out1 + to,
+            columns1,
+            row1,
+            first,
+            core,
+            cores,
+            k,
+            rows,
+            depth,
+            WHOLE_N,
+            ROWS,
+            PANELS,
+            DEPTH,
+        )
+    if w2 is not None:
+        first = _held_panels(
+            x_tile,
+            w2,
+            out2 + to,
+            columns2,
+            row2,
+            first,
+            core,
+            cores,
+            k,
+            rows,
+            depth,
+            WHOLE_N,
+            ROWS,
+            PANELS,
+            DEPTH,
+        )
+    if w3 is not None:
+        _held_panels(
+            x_tile,
+            w3,
+            out3 + to,
+            columns3,
+            row3,
+            first,
+            core,
+            cores,
+            k,
+            rows,
+            depth,
+            WHOLE_N,
             ROWS,
             PANELS,
             DEPTH,
@@ -420,23 +610,31 @@ def _launch(
     x: Tensor, pairs: list[tuple[Tensor, Tensor]], cut: tuple[tune.Config, int], out_part: int
 ) -> None:
     (rows, depth), (config, parts) = x.shape, cut
+    held = _held(rows, depth // parts, len(pairs))
+    config = held or config
     wide = 16 * config.tiles["PANELS"]
     given: dict[str, Any] = {}
     for i in range(_MOST):
         w, out = pairs[i] if i < len(pairs) else (None, None)
         columns, row = (0, 0) if out is None else (out.shape[1], out.stride(0))
         given |= {f"w{i}": w, f"out{i}": out, f"columns{i}": columns, f"row{i}": row}
-    works = parts * _tile_count(rows, [out.shape[1] for _, out in pairs], config)
-    nz_products[(min(works, cores.cube()),)](
-        x,
-        **given,
+    given |= dict(
         rows=rows,
         depth=depth,
         parts=parts,
         out_part=out_part,
         WHOLE_N=all(out.shape[1] % wide == 0 for _, out in pairs),
-        **whole_tiles(config, rows, depth),
-        **config.keywords,
+    )
+    works = min(parts * _tile_count(rows, [out.shape[1] for _, out in pairs], config), cores.cube())
+    if held is None:
+        nz_products[(works,)](x, **given, **whole_tiles(config, rows, depth), **config.keywords)
+        return
+    held_products[(max(works, parts),)](
+        x,
+        **given,
+        WHOLE_M=rows == held.tiles["ROWS"],
+        DEPTH=depth // parts,
+        **held.keywords,
     )
 
 
@@ -489,7 +687,11 @@ def covering(kernel: str, rows: int) -> list[tune.Config]:
 def _cut(x: Tensor, columns: Sequence[int], most: int) -> tuple[tune.Config, int]:
     """The tiles and the number of parts, at most so many, that read the least on a core."""
     rows, depth = x.shape
-    by_rows = covering("product.nz_products", rows)
+    by_rows = [
+        config
+        for config in covering("product.nz_products", rows)
+        if len(columns) == 1 or config.tiles["PANELS"] <= 8
+    ]
     least = by_rows[0].tiles["ROWS"]
 
     def parts(config: tune.Config) -> list[int]:
@@ -512,6 +714,21 @@ def _cut(x: Tensor, columns: Sequence[int], most: int) -> tuple[tune.Config, int
         sorted(fitting, key=lambda c: cost(c, best[str(c)])) + smaller,
     )
     return config, best[str(config)]
+
+
+def _held(rows: int, depth: int, weights: int) -> tune.Config | None:
+    """The tiles of so many weights where x stays in L1 beside them: each has room of its own.  None
+    where it does not fit, and where few rows are as quick to read again."""
+    found = [
+        config
+        for config in tune.TABLE["product.held_products"]
+        if config.tiles["ROWS"] // 2 < rows <= config.tiles["ROWS"]
+        and 2 * depth * (config.tiles["ROWS"] + 16 * weights * config.tiles["PANELS"])
+        <= tiling.A3.l1
+    ]
+    if depth % 128 or not found:
+        return None
+    return tune.choose("product.held_products", found, depth, weights)
 
 
 def _tile_count(rows: int, columns: Sequence[int], config: tune.Config) -> int:

@@ -59,6 +59,7 @@ _ADDRESS = "an address is the sum of both"
 _TIMES = "the two are only multiplied, number by number"
 _NUMBERS = "as many numbers, whose rows the kernels count themselves"
 _UNMASKED = "a tile that is not masked uses neither"
+_TILES = "other tiles make the same products"
 _CORE = "another core begins, with the same work"
 _WHOLE = "the answer is that of the whole row, with its candidates or without"
 _FIRST = "a tile's first panel is there, and where all are whole another lies behind its depth"
@@ -285,7 +286,15 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "narrow_rows.of_query_heads": (("heads, rotary, size)", _NAMED),),
     "product._cut": (
         ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
+        ("config.tiles['PANELS'] < 8", _TILES),
     ),
+    "product._held": (
+        ("// 2 <= rows", _TILES),
+        ("rows < config.tiles['ROWS']", _TILES),
+        ("< tiling.A3.l1", _TILES),
+        ("found, weights, depth)", _NAMED),
+    ),
+    "product._held_panels": (("-> tiles", _CORE),),
     "product.panel_tiles": (
         ("-> tiles * parts", _CORE),
         ("acc0, WHOLE_K, WHOLE_N, DEPTH, WIDE)", _FIRST),
@@ -297,7 +306,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "rows._latent_rows": (("_summed(d, at, ", _ADDRESS),),
     "rows._summed_pair": (("_summed(h, x, ", _ADDRESS),),
     "rows.rotated": (("-> rows * tiles", _CORE),),
-    "sharedkv_prolog_pto._turn_heads": (("-> rows * tiles", _CORE),),
+    "sharedkv_prolog_pto._turn_heads": (("-> (rows * tiles + each - 1)", _CORE),),
     "sharedkv_prolog_pto._window_rows": (("_summed(p, at, ", _ADDRESS),),
     "sharedkv_prolog_pto.of_heads": (
         ("_turn_heads(to_query, query, ", "both are one tensor"),

@@ -78,6 +78,20 @@ CASES = (
         case(f"one head, {batch} tokens", projected(batch, 1, 1, 1, hidden=64), cores=(24, 7))
         for batch in (32, 128)
     ),
+    # as many columns as 24 cores have tiles of 10 and 11 panels; of 128 tokens too deep for L1
+    *(
+        case(
+            f"{columns} columns, {batch} tokens",
+            projected(batch, 1, 1, 1, ranks=2048 if batch == 128 else 512, hidden=columns),
+            cores=(24, 7),
+        )
+        for columns in (3776, 4096)
+        for batch in (3, 32, 60, 128)
+    ),
+    *(
+        case(f"8 groups of 1024, {batch} tokens", projected(batch, 1, 8, 8, hidden=64), cores=(24,))
+        for batch in (3, 32, 60, 128)
+    ),
     case(
         "NZ bytes under the ND shape",  # and whole heads
         projected(3, 1, 16, 2, 32, 32, ranks=48, hidden=256, form="flat"),

@@ -99,6 +99,12 @@ CASES = (
     # the forms of more tokens
     case("32 requests", prolog([40] * 32, [1] * 32, 1, 2, hidden=1024), cores=(24,)),
     case("64 requests of 2", prolog([40] * 64, [2] * 64, 2, 1, hidden=512), cores=(24,)),
+    case("64 requests of 2, Flash's depths", prolog([40] * 64, None, 2, 1), cores=(24, 3)),
+    case(
+        "64 requests of 2, Pro's depths",
+        prolog([40] * 64, None, 2, 1, hidden=7168, rank=1536),
+        cores=(24,),
+    ),
     case("2 of 3 tokens there, uneven", prolog([20, 33, 1], [3, 0, 2], 3, 9, **SMALL)),
     case("before the first position", prolog([1, 5, 0], None, 4, 8, **SMALL)),
     case("no index, fp16", prolog([40], None, 1, 3, **SMALL | dict(index=None)), torch.float16),
@@ -147,6 +153,29 @@ CASES = (
     ),
 )
 CONTROLS = (
+    Control(
+        "every program has the first part",
+        "product",
+        "k = part * DEPTH",
+        "k = part * 0",
+        "64 requests of 2, Flash's depths",
+    ),
+    Control(
+        "a tile of panels begins where the one before it did",
+        "product",
+        "panel = tile * PANELS + i",
+        "panel = tile + i",
+        "64 requests of 2, Flash's depths",
+    ),
+    Control(
+        "angles of the next row",
+        OP[4:],
+        "s, c = angles(sin + row.to(tl.int64) * ROTARY, cos + row.to(tl.int64) * ROTARY, ROTARY)\n"
+        "        s = tl.where",
+        "s, c = angles(sin + (row // 2).to(tl.int64) * ROTARY, "
+        "cos + row.to(tl.int64) * ROTARY, ROTARY)\n        s = tl.where",
+        "2 of 3 tokens there, uneven",
+    ),
     Control(
         "a token behind the used ones",
         "last_rotation",
@@ -213,8 +242,8 @@ CONTROLS = (
     Control(
         "no epsilon under a head",
         OP[4:],
-        "SIZE + epsilon)\n            scale",
-        "SIZE + 1e-30)\n            scale",
+        "SIZE + epsilon)\n                scale",
+        "SIZE + 1e-30)\n                scale",
         "tiny rows, a large epsilon",
     ),
     Control(
