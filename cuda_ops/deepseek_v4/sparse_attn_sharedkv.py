@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ...dispatch.common import memory
 from ...dispatch.common.sharedkv import scale_of
-from ..common import gpu, quantise, rows, sharedkv, softmax
+from ..common import gpu, quantise, sharedkv, softmax
 from ..common.combine import Parts, combine, is_chained
 from ..common.log2 import LN2, LOG2E
 from ..common.tiling import cdiv, power_of_two
@@ -98,89 +98,20 @@ def _scaled(
     return out
 
 
-@triton.jit
-def _keys(
-    tile,
-    slot,
-    near,
-    caches,
-    sizes,
-    steps,
-    d,
-    dtype: tl.constexpr,
-    P: tl.constexpr,
-    C: tl.constexpr,
-):
-    """[keys, D] of a tile, whose keys are all of one cache."""
-    keys, cmp, rotary, cmp_rotary, scales, cmp_scales = caches
-    size, cmp_size = sizes
-    (
-        key_o,
-        key_i,
-        cmp_o,
-        cmp_i,
-        rotary_o,
-        rotary_i,
-        cmp_rotary_o,
-        _,
-        scale_o,
-        scale_i,
-        cmp_scale_o,
-        __,
-    ) = steps
-    some = size
-    if P.ENTRIES:
-        is_near = tile < near
-        keys = tl.where(is_near, keys, cmp)
-        size = tl.where(is_near, size, cmp_size)
-        key_o = tl.where(is_near, key_o, cmp_o)
-        key_i = tl.where(is_near, key_i, cmp_i)
-        if C.KIND != quantise.PLAIN:
-            rotary = tl.where(is_near, rotary, cmp_rotary)
-            rotary_o = tl.where(is_near, rotary_o, cmp_rotary_o)
-            scales = tl.where(is_near, scales, cmp_scales)
-            scale_o = tl.where(is_near, scale_o, cmp_scale_o)
-    valid = slot >= 0
-    outer = (slot // size).to(tl.int64)
-    inner = (slot % size).to(tl.int64)
-    row = outer * key_o + inner * key_i
-    if C.KIND == quantise.PLAIN:
-        inside = valid[:, None]
-        if C.D < C.BLOCK_D:
-            inside = inside & (d < C.D)[None, :]
-        k_tile = tl.load(keys + row[:, None] + d[None, :], mask=inside, other=0.0)
-    else:
-        k_tile = _scaled(
-            keys,
-            rotary,
-            scales,
-            row,
-            outer * rotary_o + inner * rotary_i,
-            outer * scale_o + inner * scale_i,
-            valid,
-            d,
-            some,
-            dtype,
-            C,
-        )
-    return k_tile
-
-
-@triton.jit(do_not_specialize=["tokens", "requests"])
+@triton.jit(do_not_specialize=["ori_pages", "cmp_pages", "ori_size", "cmp_size"])
 def _attend(
     q,
-    caches,
-    cu_q,
-    used_q,
-    used_kv,
-    cu_ori,
-    cu_cmp,
-    ori_length,
-    cmp_length,
+    ori,
+    cmp,
+    ori_rotary,
+    cmp_rotary,
+    ori_scales,
+    cmp_scales,
     ori_index,
     cmp_index,
     ori_table,
     cmp_table,
+    notes,
     slots,
     sinks,
     out,
@@ -189,44 +120,14 @@ def _attend(
     partial_sum,
     lse,
     scale_log2,
-    tokens,
-    requests,
-    extents,
+    ori_pages,
+    cmp_pages,
+    ori_size,
+    cmp_size,
     strides,
-    steps,
-    LAYOUT: tl.constexpr,
     P: tl.constexpr,
     C: tl.constexpr,
 ):
-    (
-        window,
-        ratio,
-        ori_reach,
-        cmp_reach,
-        ori_count,
-        cmp_count,
-        ori_pages,
-        cmp_pages,
-        ori_size,
-        cmp_size,
-    ) = extents
-    of = sharedkv.Source(
-        cu_q,
-        used_q,
-        used_kv,
-        cu_ori,
-        cu_cmp,
-        ori_length,
-        cmp_length,
-        tokens,
-        requests,
-        window,
-        ratio,
-        ori_reach,
-        cmp_reach,
-        ori_count,
-        cmp_count,
-    )
     (
         q_row,
         q_head,
@@ -234,14 +135,25 @@ def _attend(
         cmp_index_row,
         ori_table_row,
         cmp_table_row,
+        ori_o,
+        ori_i,
+        cmp_o,
+        cmp_i,
+        ori_rotary_o,
+        ori_rotary_i,
+        cmp_rotary_o,
+        _,
+        ori_scale_o,
+        ori_scale_i,
+        cmp_scale_o,
+        __,
         slot_row,
     ) = strides
     HEAD_TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     program = tl.program_id(0)
     split = program // HEAD_TILES % C.SPLITS
     row = (program // (HEAD_TILES * C.SPLITS)).to(tl.int64)
-    passed, first, stop = rows.request_of(row, sharedkv.sums_of(of), LAYOUT)
-    note = sharedkv.note_of(row, passed, first, stop, of, P)
+    note = sharedkv.noted(notes, row)
     ori_index = sharedkv.of_row(ori_index, row, ori_index_row)
     cmp_index = sharedkv.of_row(cmp_index, row, cmp_index_row)
     ori_table = sharedkv.of_row(ori_table, note.request, ori_table_row)
@@ -278,21 +190,57 @@ def _attend(
     q_tile = tl.load(q_rows, mask=head_mask[:, None] & (d < C.D)[None, :], other=0.0)
     heads = (row, split, head, head_mask)
     places = (out, partial, partial_max, partial_sum)
-    sizes = (ori_size, cmp_size)
     row_max = tl.full([C.BLOCK_H], LOWEST, tl.float32)
     row_sum = tl.full([C.BLOCK_H], 0.0, tl.float32)
     acc = tl.full([C.BLOCK_H, C.BLOCK_D], 0.0, tl.float32)
-    lane = tl.arange(0, C.BLOCK_N)
     for tile in tl.range(lo, hi, num_stages=C.STAGES):
-        slot = tl.load(slots + tile * C.BLOCK_N + lane)
-        k_tile = _keys(tile, slot, near, caches, sizes, steps, d, q_tile.dtype, P, C)
+        slot = tl.load(slots + tile * C.BLOCK_N + tl.arange(0, C.BLOCK_N))
+        valid = slot >= 0
+        keys = ori
+        rotary = ori_rotary
+        scales = ori_scales
+        size = ori_size
+        key_o = ori_o
+        key_i = ori_i
+        rotary_o = ori_rotary_o
+        scale_o = ori_scale_o
+        if P.ENTRIES:
+            is_near = tile < near
+            keys = tl.where(is_near, ori, cmp)
+            size = tl.where(is_near, ori_size, cmp_size)
+            key_o = tl.where(is_near, ori_o, cmp_o)
+            key_i = tl.where(is_near, ori_i, cmp_i)
+            if C.KIND != quantise.PLAIN:
+                rotary = tl.where(is_near, ori_rotary, cmp_rotary)
+                rotary_o = tl.where(is_near, ori_rotary_o, cmp_rotary_o)
+                scales = tl.where(is_near, ori_scales, cmp_scales)
+                scale_o = tl.where(is_near, ori_scale_o, cmp_scale_o)
+        outer = (slot // size).to(tl.int64)
+        inner = (slot % size).to(tl.int64)
+        if C.KIND == quantise.PLAIN:
+            k_rows = keys + (outer * key_o + inner * key_i)[:, None] + d[None, :]
+            k_tile = tl.load(k_rows, mask=valid[:, None] & (d < C.D)[None, :], other=0.0)
+        else:
+            k_tile = _scaled(
+                keys,
+                rotary,
+                scales,
+                outer * key_o + inner * key_i,
+                outer * rotary_o + inner * ori_rotary_i,
+                outer * scale_o + inner * ori_scale_i,
+                valid,
+                d,
+                ori_pages,
+                q_tile.dtype,
+                C,
+            )
         p = tl.broadcast_to(row_max[:, None], [C.BLOCK_H, C.BLOCK_N]).to(k_tile.dtype)
         alpha = row_max
         # in a branch the product for the scores is not seen to feed the next one, for which each of
         # two warpgroups would compute all of it
         if not C.BRANCH or tile < hi:
             s = tl.dot(q_tile, k_tile.T, input_precision="ieee") * scale_log2
-            s = tl.where((slot >= 0)[None, :], s, float("-inf"))
+            s = tl.where(valid[None, :], s, float("-inf"))
             weight, alpha, row_sum, row_max = softmax.step(s, row_max, row_sum)
             p = weight.to(k_tile.dtype)
         acc = tl.dot(p, k_tile, acc * alpha[:, None], input_precision="ieee")
@@ -361,8 +309,8 @@ def attend(
     keys = sharedkv.keys(q, **arguments)
     flat = q.reshape(keys.count, heads, size)
     scale_log2 = scale_of(softmax_scale, size) * LOG2E.value
-    caches = (arguments["ori_kv"], arguments["cmp_kv"]) if kind else (values, cmp_values)
-    call = sharedkv.Attention(flat, *caches, keys, sinks, out, lse, scale_log2)
+    rows = (arguments["ori_kv"], arguments["cmp_kv"]) if kind else (values, cmp_values)
+    call = sharedkv.Attention(flat, *rows, keys, sinks, out, lse, scale_log2)
     kernel = of_8_bits if kind else hopper
     if kernel.supports(call):
         (decode if decode.supports(keys, heads, device) else kernel).launch(call)
@@ -374,25 +322,31 @@ def attend(
     slots = memory.empty((keys.count, width), torch.int32, device)
     launches.kernel(_attend, keys.count * tile.splits * cdiv(heads, tile.heads))(
         flat,
-        (values, cmp_values, ori[1], cmp[1], ori[2], cmp[2]),
+        values,
+        cmp_values,
+        ori[1],
+        cmp[1],
+        ori[2],
+        cmp[2],
         slots=slots,
         sinks=sinks,
         out=out,
         **parts.arguments,
         lse=lse,
         scale_log2=scale_log2,
-        **keys.tensors,
-        extents=keys.extents,
-        strides=(*flat.stride()[:2], *keys.strides, slots.stride(0)),
-        steps=(
+        notes=sharedkv.note(keys, device),
+        **keys.arguments,
+        strides=(
+            *flat.stride()[:2],
+            *keys.strides,
             *sharedkv.steps(values),
             *sharedkv.steps(cmp_values),
             *sharedkv.steps(ori[1]),
             *sharedkv.steps(cmp[1]),
             *sharedkv.steps(ori[2]),
             *sharedkv.steps(cmp[2]),
+            slots.stride(0),
         ),
-        LAYOUT=keys.layout,
         P=keys.places,
         C=Constants(
             HEADS=heads,
