@@ -89,7 +89,6 @@ _SCALAR = {
     "sparse_attn_sharedkv.weigh": "the run of a tile of keys, which is one copy",
     "sparse_attn_sharedkv.accumulate": "the run of a tile of keys, which is one copy",
     "index_cache_write.write": "one slot a token, whose row is one copy",
-    "sharedkv_prolog_pto.of_heads": "one length a tile of heads",
     "latent_cache_write.write": "one slot a token, and each part of its row is one copy",
     "indexer_loss.gather": "two indices a copy of two rows",
     "gated_rms_norm.normalise": _SUMS,

@@ -375,7 +375,7 @@ _POOLED = (
     ("npu_sparse_flash_attention", ("GLM-5.3-Flash",)),
     ("npu_kv_quant_sparse_flash_attention", ("GLM-5.3-Flash, int8",)),
     ("npu_mla_prolog_pto", ("GLM-5.3-Flash", "Kimi-Linear")),
-    ("npu_block_indexer", ("MiniMax-M3",)),
+    ("npu_block_indexer", ("no values",)),
     ("npu_sparse_attention_score", ("MiniMax-M3", "Qwen4-Exp")),
     ("npu_fused_infer_attention_score_v2", ("16 heads", "128 heads")),
     ("npu_gated_delta_layer_decode", ("KDA",)),
