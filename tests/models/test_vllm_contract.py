@@ -751,12 +751,14 @@ def mla():
         patch.syspath_prepend(str(STUBS / f"vllm-{VERSIONS[-1]}"))
         graphs = importlib.import_module("vllm.compilation.breakable_cudagraph")
         graphs.eager_break_during_capture = lambda function: function
+        importlib.import_module("vllm.model_executor.custom_op").op_registry_oot = {}
         module = importlib.import_module("custom.integrations.vllm.mla")
         module.current_platform = SimpleNamespace(is_cpu=lambda: True)
         yield module
     for name in [each for each in sys.modules if each.split(".")[0] == "vllm"]:
         del sys.modules[name]
-    del sys.modules["custom.integrations.vllm.mla"]
+    for name in ("mla", "standing_in"):
+        del sys.modules[f"custom.integrations.vllm.{name}"]
 
 
 @pytest.fixture(scope="module")
@@ -1803,9 +1805,9 @@ def test_shared_selections_of_pools_are_refused(glm):
         glm.Glm5NextForCausalLM(vllm_config=config)
 
 
-def test_glm_is_built_with_our_layers(glm, monkeypatch):
+def test_glm_is_built_with_our_layers(glm):
     """And vLLM's modules are as they were behind that."""
-    monkeypatch.setattr(glm, "op_registry_oot", registry := {})
+    registry = importlib.import_module("vllm.model_executor.custom_op").op_registry_oot
     modules = (glm.theirs, glm.attention, glm.kda)
     before = [dict(vars(each)) for each in modules]
     with glm._our_layers():

@@ -17,8 +17,7 @@ pages back behind tokens that stay.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -52,6 +51,7 @@ from ...sparse_attention_v4 import npu_sparse_attention_v4_pto
 from ..engines import refuse
 from .mla import SparseBackend, SparseBuilder, SparseMetadata, kept
 from .modes import SWITCH, check_modes
+from .standing_in import standing_in
 
 COMPRESSED = "attention to compressed keys"
 SELECTING = 4  # tokens of an entry in layers with an indexer, whose windows overlap
@@ -447,19 +447,12 @@ class CompressedAttention(nn.Module, Cache):
 # -------------------------------------------------------------------------------------- the model
 
 
-@contextmanager
-def _our_layers() -> Iterator[None]:
-    """What vLLM builds inside has our layers; other models of the process are not concerned."""
-    names = vars(sys.modules[theirs.DeepseekV4ForCausalLM.__module__])
+def _our_layers() -> AbstractContextManager[None]:
+    module = sys.modules[theirs.DeepseekV4ForCausalLM.__module__]
     ours: dict[str, Any] = dict(DeepseekV4CPUAttention=CompressedAttention)
-    if "_select_dsv4_attn_cls" in names:  # on a GPU there are several
+    if "_select_dsv4_attn_cls" in vars(module):  # on a GPU there are several
         ours = dict(_select_dsv4_attn_cls=lambda vllm_config: CompressedAttention)
-    before = {name: names[name] for name in ours}
-    names.update(ours)
-    try:
-        yield
-    finally:
-        names.update(before)
+    return standing_in({}, (module, ours))
 
 
 class DeepseekV4ForCausalLM(theirs.DeepseekV4ForCausalLM):

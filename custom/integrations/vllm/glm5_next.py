@@ -14,8 +14,7 @@ dtype, and of each request a ring of its open pool.  Any mixture of requests is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from typing_extensions import override  # of torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
 from vllm.models.glm5next.common import attention, kda
 from vllm.models.glm5next.common import model as theirs
@@ -47,6 +45,7 @@ from .mla import (
     write,
 )
 from .modes import SWITCH, check_modes
+from .standing_in import standing_in
 
 POOLED = "attention to pools of keys"
 
@@ -295,27 +294,14 @@ def slots_of(first: Tensor, end: Tensor, table: Tensor, page: int, rows: int) ->
 # -------------------------------------------------------------------------------------- the model
 
 
-@contextmanager
-def _our_layers() -> Iterator[None]:
-    """What vLLM builds inside has our layers; other models of the process are not concerned."""
-    registered = dict(op_registry_oot)
-    ours: list[tuple[Any, str, Any]] = [
-        (theirs, "Glm5NextLinearAttention", BoundedDelta),
-        (attention, "SparseAttnIndexerKpool", NoIndexerOp),
+def _our_layers() -> AbstractContextManager[None]:
+    return standing_in(
+        dict(MultiHeadLatentAttentionWrapper=PooledLatent),
+        (theirs, dict(Glm5NextLinearAttention=BoundedDelta)),
+        (attention, dict(SparseAttnIndexerKpool=NoIndexerOp)),
         # that of its kernels which leaves the last state alone, as ours
-        (kda, "_resolve_kda_prefill_backend", lambda *_: "triton"),
-    ]
-    before = [(module, name, vars(module)[name]) for module, name, _ in ours]
-    op_registry_oot["MultiHeadLatentAttentionWrapper"] = PooledLatent
-    for module, name, each in ours:
-        vars(module)[name] = each
-    try:
-        yield
-    finally:
-        op_registry_oot.clear()
-        op_registry_oot.update(registered)
-        for module, name, each in before:
-            vars(module)[name] = each
+        (kda, dict(_resolve_kda_prefill_backend=lambda *_: "triton")),
+    )
 
 
 class Glm5NextForCausalLM(theirs.Glm5NextForCausalLM):

@@ -10,8 +10,7 @@ of a cache is what vLLM's is, the latent and behind it the part of the key that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -42,6 +40,7 @@ from ..engines import refuse, refuse_unread
 from .gdn import convolved
 from .mla import PagedCache, SparseBackend, SparseMetadata, attended, write
 from .modes import SWITCH, check_modes
+from .standing_in import standing_in
 
 KDA = "Kimi delta attention"
 LATENT = "dense latent attention"
@@ -280,19 +279,11 @@ class DenseLatent(nn.Module, PagedCache):
         out[:t] = torch.einsum("tnr,nvr->tnv", latents, self.uv).flatten(1)
 
 
-@contextmanager
-def _our_layers() -> Iterator[None]:
-    """What vLLM builds inside has our layers; other models of the process are not concerned."""
-    registered, names = dict(op_registry_oot), vars(theirs)
-    latent = names["MultiHeadLatentAttention"]
-    op_registry_oot[KimiGatedDeltaNetAttention.__name__] = KimiDelta
-    names["MultiHeadLatentAttention"] = DenseLatent
-    try:
-        yield
-    finally:
-        op_registry_oot.clear()
-        op_registry_oot.update(registered)
-        names["MultiHeadLatentAttention"] = latent
+def _our_layers() -> AbstractContextManager[None]:
+    return standing_in(
+        {KimiGatedDeltaNetAttention.__name__: KimiDelta},
+        (theirs, dict(MultiHeadLatentAttention=DenseLatent)),
+    )
 
 
 class KimiLinearForCausalLM(theirs.KimiLinearForCausalLM):

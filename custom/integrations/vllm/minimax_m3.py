@@ -12,8 +12,7 @@ of requests is one call an op.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from ...block_sparse import npu_block_indexer, npu_sparse_attention_score
 from .mla import PagedCache, SparseBackend, SparseMetadata, attended, write
 from .modes import check_modes
+from .standing_in import standing_in
 
 BLOCKS = "attention to blocks of keys"
 
@@ -190,16 +190,8 @@ class BlockAttention(nn.Module, Cache):
         ).flatten(1)
 
 
-@contextmanager
-def _our_layers() -> Iterator[None]:
-    """What vLLM builds inside has our layers; other models of the process are not concerned."""
-    names = vars(theirs)
-    before = names["MiniMaxM3SparseAttention"]
-    names["MiniMaxM3SparseAttention"] = BlockAttention
-    try:
-        yield
-    finally:
-        names["MiniMaxM3SparseAttention"] = before
+def _our_layers() -> AbstractContextManager[None]:
+    return standing_in({}, (theirs, dict(MiniMaxM3SparseAttention=BlockAttention)))
 
 
 class MiniMaxM3SparseForCausalLM(theirs.MiniMaxM3SparseForCausalLM):

@@ -15,8 +15,7 @@ and packed index pages.  Rotated dimensions lie in halves, as the layer's op lea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,6 @@ from typing_extensions import override  # of torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
@@ -59,6 +57,7 @@ from ...sparse_attention import (
 )
 from ..engines import refuse, refuse_unread
 from .modes import SWITCH, check_modes
+from .standing_in import standing_in
 
 # ------------------------------------------------------------------------ what vLLM asks of a cache
 
@@ -557,17 +556,10 @@ torch.library.register_fake("custom_vllm::latent_attention", lambda *_: None, li
 # -------------------------------------------------------------------------------------- the models
 
 
-@contextmanager
-def _our_layers() -> Iterator[None]:
-    """What vLLM builds inside has our layers; other models of the process are not concerned."""
-    theirs = dict(op_registry_oot)
-    op_registry_oot["MultiHeadLatentAttentionWrapper"] = SparseMLA
-    op_registry_oot["SparseAttnIndexer"] = NoIndexerOp
-    try:
-        yield
-    finally:
-        op_registry_oot.clear()
-        op_registry_oot.update(theirs)
+def _our_layers() -> AbstractContextManager[None]:
+    return standing_in(
+        dict(MultiHeadLatentAttentionWrapper=SparseMLA, SparseAttnIndexer=NoIndexerOp)
+    )
 
 
 class DeepseekV32ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):
