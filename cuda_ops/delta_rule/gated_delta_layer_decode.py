@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The decode step of a gated-delta layer in two launches.
+"""The decode step of a gated-delta layer in one launch for a token of KDA, else in two.
 
 Where launches may be chained, the second loads its states during the first.  The last of a head's
 programs to arrive norms and gates the head's rows, as the norm needs all columns.  The floor is the
 states of the rule, read and written: everything else is a few per cent of them.
 
-    condition    kernels
-    any          convolution/causal_conv1d_update.py then fused_sigmoid_gating_delta_rule_update.py
+    condition                                                   kernels
+    KDA, N = Nv, Dk = Dv up to 128, one token, no states kept   kda_layer_decode.py
+    any other                                                   convolution/causal_conv1d_update.py,
+                                                    then fused_sigmoid_gating_delta_rule_update.py
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from ...dispatch.common import gated_delta, memory
 from ..convolution import causal_conv1d_update as convolution
 from . import fused_sigmoid_gating_delta_rule_update as rule
 from . import gated_rms_norm as norm
+from . import kda_layer_decode as kda
 
 
 def unsupported(**x: Any) -> str | None:
@@ -33,6 +36,8 @@ def unsupported(**x: Any) -> str | None:
 
 
 def forward(**x: Any) -> Tensor:
+    if kda.takes(**x):
+        return kda.forward(**x)
     z = x["z"]
     arrived = memory.empty([z.shape[0], z.shape[2]], torch.int32, z.device)
     mixed = convolution.launch(**gated_delta.convolution(x), zeroed=arrived)

@@ -119,3 +119,27 @@ def test_kernels_of_the_layer_compile(case, capability, monkeypatch):
     assert len(compiled) == 2
     waits = ["griddepcontrol.wait" in kernel.asm["ptx"] for kernel in compiled]
     assert waits == [False, capability >= (9, 0)]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@pytest.mark.parametrize(
+    "case, launches",
+    [
+        (Layer(N=4, Dk=16, kda=True, bound=-5.0, L=5), 1),
+        (Layer(N=4, Dk=16, kda=True, layout="vk", flat=True, bias=False), 1),
+        (Layer(N=4, Dk=16, kda=True, L=9), 2),
+        (Layer(N=4, Dk=32, kda=True), 2),
+        (Layer(N=2, Dk=16, kda=True), 2),
+        (Layer(N=4, Dk=16), 2),
+        (Layer(S=2, N=4, Dk=16, kda=True), 2),
+        (Layer(N=4, Dk=16, kda=True, rows=(4, -1, 0)), 2),
+    ],
+    ids=["kv", "vk", "columns", "Dv", "N", "no KDA", "tokens", "kept"],
+)
+def test_a_token_of_kda_takes_one_launch(case, launches, monkeypatch):
+    compiled = stand_in(monkeypatch)
+    layer.forward(
+        **case.arguments(torch.bfloat16, "cpu")
+        | dict(scale=None, epsilon=1e-6, softplus_beta=1.0, softplus_threshold=20.0)
+    )
+    assert len(compiled) == launches

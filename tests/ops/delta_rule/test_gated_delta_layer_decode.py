@@ -26,6 +26,8 @@ CASES = [
     Layer(state=torch.bfloat16, Dk=16, Dv=128, slots=(0, 1, 6)),
     Layer(twice=True),
     Layer(N=3, Nv=3, Dv=32, kda=True, sigmoid=True, bias=False, bound=-5.0),
+    Layer(N=2, Nv=2, Dk=24, Dv=24, L=6, slots=(4, 9, -1), layout="vk", kda=True, flat=True),
+    Layer(B=1, slots=(5,), N=2, Nv=2, Dk=128, Dv=128, W=2, L=1, kda=True, state=torch.bfloat16),
     Layer(N=1, Nv=2, layout="vk", kda=True, flat=True, twice=True, state=torch.bfloat16),
     Layer(S=3, N=4, L=5, rows=(4, -1, 0), kda=True, sigmoid=True, bound=-5.0, twice=True),
     Layer(2, 3, 1, 1, 16, slots=(2, -1), rows=(1, 9), parents=((-1, 0, 0), (-1, -1, 1)), kda=True),
@@ -87,8 +89,14 @@ def test_equals_the_three_ops(case, dtype, device, backend):
     want = composed(y)
     # the same sums, and of the last norm another order of them
     torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    alone = case.kda and case.N == case.Nv and case.Dk == case.Dv and case.S == 1
     for name in ("conv_states", "states", "intermediate_states", "intermediate_conv_window"):
-        if x[name] is not None:
+        if name == "states" and backend == "cuda" and alone:
+            # a kernel of its own, with another order of the sums over K
+            torch.testing.assert_close(
+                x[name], y[name], rtol=2e-2 if x[name].element_size() == 2 else 1e-5, atol=1e-5
+            )
+        elif x[name] is not None:
             assert torch.equal(x[name], y[name]), name
 
 

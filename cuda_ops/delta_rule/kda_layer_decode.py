@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""A token of a KDA layer in one launch: convolution, delta rule, gated norm.
+
+Queries, keys and values have the same heads, K = V, so a program owns a head of a sequence whole:
+its state, and the channels that are convolved for it.  The loads of the state come first, and all
+else is done while they are on the way.  What the convolution and the rule give is rounded to the
+dtype of the model, as it is between the ops.  The floor is the state, read and written.
+
+    condition                                                   kernels
+    KDA, N = Nv, Dk = Dv up to 128, one token, no states kept   _kda_layer_kernel
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...dispatch.common import memory
+from ..common.chunks import softplus
+from ..common.convolution import sigmoid, taps_of, value_at
+from ..runtime import launches
+from .gated_rms_norm import opening
+
+LARGEST = 128  # channels of a head: 64 KB of float32, of which two programs fit a multiprocessor
+COLUMNS = 8  # of the convolution's pool, which are in registers at once
+
+
+@triton.jit
+def _over_k(k_side, VK: tl.constexpr):
+    """A vector over K, beside a state."""
+    return k_side[None, :] if VK else k_side[:, None]
+
+
+@triton.jit
+def _over_v(v_side, VK: tl.constexpr):
+    return v_side[:, None] if VK else v_side[None, :]
+
+
+class Constants(NamedTuple):
+    H: int
+    K: int
+    BLOCK: int
+    W: int
+    L: int
+    VK: bool
+    BOUNDED: bool
+    NEG: bool
+    UPDATE: bool
+    SILU: bool
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _kda_layer_kernel(
+    x,
+    history,
+    weight,
+    conv_bias,
+    indices,
+    pool,
+    a,
+    b,
+    A_log,
+    dt_bias,
+    z,
+    norm_weight,
+    out,
+    slots,
+    numbers,
+    strides,
+    C: tl.constexpr,
+):
+    scale, softplus_beta, softplus_threshold, lower_bound, epsilon = numbers
+    (
+        x_batch,
+        w_tap,
+        w_channel,
+        h_slot,
+        h_column,
+        h_channel,
+        slot_stride,
+        a_batch,
+        a_head,
+        b_batch,
+        z_batch,
+        z_head,
+    ) = strides
+    W: tl.constexpr = C.W
+    L: tl.constexpr = C.L
+    head = tl.program_id(0) % C.H
+    h = head.to(tl.int64)
+    n = (tl.program_id(0) // C.H).to(tl.int64)
+    slot = tl.load(indices + n).to(tl.int64)
+    live = (slot >= 0) & (slot < slots)
+    slot = tl.where(live, slot, 0)
+    i = tl.arange(0, C.BLOCK)
+    on = i < C.K
+    state_at = i[:, None] * C.K + i[None, :]
+    if C.BLOCK == C.K:
+        state_on = live
+    else:
+        state_on = on[:, None] & on[None, :] & live
+    pool += slot * slot_stride + h * (C.K * C.K)
+    state = tl.load(pool + state_at, mask=state_on, other=0.0).to(tl.float32)
+
+    # q, k, v and nothing, [BLOCK, 2, 2]: in one tile a thread has a few channels of its own
+    part = tl.arange(0, 2)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+    d = part * (C.H * C.K) + head * C.K + i[:, None, None]
+    there = on[:, None, None] & (part < 3)
+    x += n * x_batch
+    history += slot * h_slot
+    taps = taps_of(weight, d, there, w_tap, w_channel, W)
+    mixed = tl.zeros(d.shape, tl.float32)
+    if conv_bias is not None:
+        mixed += tl.load(conv_bias + d, mask=there, other=0.0).to(tl.float32)
+    values = ()
+    for back in tl.static_range(L if L > W else W):
+        # 64 bits, as a position of it may be multiplied with a stride
+        position = tl.cast(-back, tl.int64)
+        value = value_at(x, history, position, L, d, there, live, 0, h_column, h_channel)
+        values += (value,)
+        if back < W:
+            mixed += value * taps[back]
+    mixed = (mixed * sigmoid(mixed)).to(x.dtype.element_ty).to(tl.float32)
+    if C.UPDATE:
+        # a thread may store what another one loads
+        tl.debug_barrier()
+        for back in tl.static_range(L):
+            to = history + tl.cast(L - 1 - back, tl.int64) * h_column
+            to += d.to(tl.int64) * h_channel
+            tl.store(to, values[back].to(history.dtype.element_ty), mask=there & live)
+    q_v, k_none = tl.split(mixed)
+    q, v = tl.split(q_v)
+    k, _none = tl.split(k_none)
+
+    q_scale = scale / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
+    unit = 1.0 / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
+    qk = tl.sum(q * k, 0)
+    rate = tl.exp(tl.load(A_log + h).to(tl.float32))
+    gate = tl.load(a + n * a_batch + h * a_head + i, mask=on, other=0.0).to(tl.float32)
+    gate += tl.load(dt_bias + h * C.K + i, mask=on, other=0.0).to(tl.float32)
+    if C.BOUNDED:
+        decay = tl.exp(lower_bound / (1.0 + tl.exp(-rate * gate)))
+    else:
+        decay = tl.exp(-rate * softplus(gate, softplus_beta, softplus_threshold))
+    beta = (2.0 if C.NEG else 1.0) / (1.0 + tl.exp(-tl.load(b + n * b_batch + h).to(tl.float32)))
+
+    # both sums are of the state before the token: q^T S' = (decay q)^T S + (q k) u
+    K_AXIS: tl.constexpr = 1 if C.VK else 0
+    known = tl.sum(state * _over_k(k * decay, C.VK), K_AXIS)
+    read = tl.sum(state * _over_k(q * decay, C.VK), K_AXIS)
+    update = (v - known * unit) * (beta * unit)
+    o = read * q_scale + (q_scale * qk) * update
+    if C.UPDATE:
+        state = state * _over_k(decay, C.VK) + _over_k(k, C.VK) * _over_v(update, C.VK)
+        tl.store(pool + state_at, state.to(pool.dtype.element_ty), mask=state_on)
+
+    o = o.to(out.dtype.element_ty).to(tl.float32)
+    opened = tl.load(z + n * z_batch + h * z_head + i, mask=on, other=0.0).to(tl.float32)
+    w = tl.load(norm_weight + i, mask=on, other=0.0).to(tl.float32)
+    normed = o * (1.0 / tl.sqrt(tl.sum(o * o, 0) / C.K + epsilon)) * w * opening(opened, C.SILU)
+    tl.store(out + (n * C.H + h) * C.K + i, normed.to(out.dtype.element_ty), mask=on)
+
+
+def warps(BLOCK: int) -> int:
+    """64 numbers of the state a thread."""
+    return max(1, BLOCK * BLOCK // (64 * 32))
+
+
+def takes(
+    mixed_qkv: Tensor,
+    z: Tensor,
+    conv_states: Tensor,
+    states: Tensor,
+    intermediate_states: Tensor | None,
+    retrieve_parent_token: Tensor | None,
+    is_kda: bool,
+    **_: Any,
+) -> bool:
+    """Whether a call is one for this kernel."""
+    heads, size = z.shape[2:]
+    return (
+        is_kda
+        and mixed_qkv.shape[1] == 1
+        and mixed_qkv.shape[2] == 3 * heads * size
+        and states.shape[2] == states.shape[3] <= LARGEST
+        and conv_states.shape[1] <= COLUMNS
+        and intermediate_states is None
+        and retrieve_parent_token is None
+    )
+
+
+def forward(
+    mixed_qkv: Tensor,
+    z: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_states: Tensor,
+    states: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    state_indices: Tensor,
+    conv_bias: Tensor | None,
+    scale: float | None,
+    epsilon: float,
+    state_layout: str,
+    gate_activation: str,
+    softplus_beta: float,
+    softplus_threshold: float,
+    disable_state_update: bool,
+    lower_bound: float | None,
+    allow_neg_eigval: bool,
+    **_: Any,
+) -> Tensor:
+    B, T, H, K = z.shape
+    out = memory.empty(z.shape, z.dtype, z.device)
+    if out.numel() == 0:
+        return out
+    a = a.view(B, T, H, K)
+    BLOCK = max(16, triton.next_power_of_2(K))
+    launches.kernel(_kda_layer_kernel, B * H)(
+        mixed_qkv,
+        conv_states,
+        conv_weight,
+        conv_bias,
+        state_indices,
+        states,
+        a,
+        b,
+        A_log,
+        dt_bias,
+        z,
+        norm_weight,
+        out,
+        states.shape[0],
+        (
+            K**-0.5 if scale is None else scale,
+            softplus_beta,
+            softplus_threshold,
+            0.0 if lower_bound is None else lower_bound,
+            epsilon,
+        ),
+        (
+            mixed_qkv.stride(0),
+            *conv_weight.stride(),
+            *conv_states.stride(),
+            states.stride(0),
+            a.stride(0),
+            a.stride(2),
+            b.stride(0),
+            z.stride(0),
+            z.stride(2),
+        ),
+        C=Constants(
+            H=H,
+            K=K,
+            BLOCK=BLOCK,
+            W=conv_weight.shape[0],
+            L=conv_states.shape[1],
+            VK=state_layout == "vk",
+            BOUNDED=lower_bound is not None,
+            NEG=allow_neg_eigval,
+            UPDATE=not disable_state_update,
+            SILU=gate_activation != "sigmoid",
+        ),
+        num_warps=warps(BLOCK),
+        maxnreg=128,
+    )
+    return out
