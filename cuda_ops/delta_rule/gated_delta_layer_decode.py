@@ -6,10 +6,11 @@ Where launches may be chained, the second loads its states during the first.  Th
 programs to arrive norms and gates the head's rows, as the norm needs all columns.  The floor is the
 states of the rule, read and written: everything else is a few per cent of them.
 
-    condition                                                   kernels
-    KDA, N = Nv, Dk = Dv up to 128, one token, no states kept   kda_layer_decode.py
-    any other                                                   convolution/causal_conv1d_update.py,
-                                                    then fused_sigmoid_gating_delta_rule_update.py
+    condition                                    kernels
+    KDA, N = Nv, Dk = Dv up to 128, one token    kda_layer_decode.py
+      whose states are not kept apart
+    else                                         convolution/causal_conv1d_update.py then
+                                                 fused_sigmoid_gating_delta_rule_update.py
 """
 
 from __future__ import annotations
