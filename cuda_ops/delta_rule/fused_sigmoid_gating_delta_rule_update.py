@@ -141,7 +141,7 @@ def _load_token(q, k, a, b, valid, k_at, K: tl.constexpr, KDA: tl.constexpr):
 
 
 @triton.jit
-def _gates(
+def gates(
     q_tile,
     k_tile,
     a_tile,
@@ -186,7 +186,7 @@ def _gates(
 
 
 @triton.jit
-def _step(
+def step(
     stored,
     q_wide,
     k_wide,
@@ -257,7 +257,7 @@ def _parent(parents, t, columns):
 
 
 @triton.jit
-def _state_tile(
+def state_tile(
     column,
     k_at,
     valid,
@@ -282,7 +282,7 @@ def _state_tile(
 
 
 @triton.jit
-def _load_state(at, mask, TWICE: tl.constexpr):
+def load_state(at, mask, TWICE: tl.constexpr):
     state = tl.load(at, mask=mask, other=0.0)
     return state if TWICE else _wide(state, 0)
 
@@ -415,8 +415,8 @@ def _delta_rule_kernel(
     any_token = length > 0
     states = pool + hv * (C.K * C.V)
     pool = states + slot * slot_stride
-    v_at, tile_at, tile_mask = _state_tile(column, k_at, live, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK)
-    state = _load_state(pool + tile_at, tile_mask, C.TWICE)
+    v_at, tile_at, tile_mask = state_tile(column, k_at, live, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK)
+    state = load_state(pool + tile_at, tile_mask, C.TWICE)
     if C.CHAINED:
         # q, k and v are what the kernel before makes
         gdc_wait()
@@ -444,7 +444,7 @@ def _delta_rule_kernel(
     # the first token's values, which every tile needs, are in flight together with the state
     q_first, k_first, a_first, b_first = _load_token(q, k, a, b, any_token, k_at, C.K, C.KDA)
     if C.ONE:
-        q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
+        q_wide, k_wide, q_scale, unit, qk, decay, beta = gates(
             q_first,
             k_first,
             a_first,
@@ -465,16 +465,16 @@ def _delta_rule_kernel(
     for tile in tl.static_range(TILES):
         v_tile = tl.load(v + v_at, mask=any_token & (v_at < C.V), other=0.0)
         if tile + 1 < TILES:
-            v_at_2, tile_at_2, tile_on_2 = _state_tile(
+            v_at_2, tile_at_2, tile_on_2 = state_tile(
                 column + tile + 1, k_at, live, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK
             )
-            state_2 = _load_state(pool + tile_at_2, tile_on_2, C.TWICE)
+            state_2 = load_state(pool + tile_at_2, tile_on_2, C.TWICE)
         if C.CACHE:
-            _, _, cache_mask = _state_tile(
+            _, _, cache_mask = state_tile(
                 column + tile, k_at, kept, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK
             )
         if C.ONE:
-            state, o = _step(
+            state, o = step(
                 state,
                 q_wide,
                 k_wide,
@@ -513,7 +513,7 @@ def _delta_rule_kernel(
                     # the chain goes on in registers; a branch is walked again from its root,
                     # which needs no stored states and rounds zero
                     if (t > 0) & (_parent(parents, t, columns) != t - 1):
-                        state = _load_state(pool + tile_at, tile_mask, False)
+                        state = load_state(pool + tile_at, tile_mask, False)
                         for earlier in range(t):
                             at = t
                             while at > earlier:
@@ -531,7 +531,7 @@ def _delta_rule_kernel(
                                     C.KDA,
                                 )
                                 v_past = tl.load(v + past * v_row + v_at, v_at < C.V, 0.0)
-                                q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
+                                q_wide, k_wide, q_scale, unit, qk, decay, beta = gates(
                                     q_past,
                                     k_past,
                                     a_past,
@@ -549,7 +549,7 @@ def _delta_rule_kernel(
                                     C.VK,
                                     True,
                                 )
-                                state, _o = _step(
+                                state, _o = step(
                                     state,
                                     q_wide,
                                     k_wide,
@@ -565,7 +565,7 @@ def _delta_rule_kernel(
                                     True,
                                     False,
                                 )
-                q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
+                q_wide, k_wide, q_scale, unit, qk, decay, beta = gates(
                     q_tile,
                     k_tile,
                     a_tile,
@@ -583,7 +583,7 @@ def _delta_rule_kernel(
                     C.VK,
                     True,
                 )
-                state, o = _step(
+                state, o = step(
                     state,
                     q_wide,
                     k_wide,
@@ -608,7 +608,7 @@ def _delta_rule_kernel(
                 if C.GIVEN:
                     slot = tl.load(indices + t).to(tl.int64)
                     valid = (slot >= 0) & (slot < slots)
-                    _, _, mask = _state_tile(
+                    _, _, mask = state_tile(
                         column + tile, k_at, valid, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK
                     )
                     to = states + slot * slot_stride + tile_at

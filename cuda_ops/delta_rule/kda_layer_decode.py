@@ -20,27 +20,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common.chunks import softplus
 from ..common.convolution import sigmoid, taps_of, value_at
+from ..common.gpu import INTERPRETED
 from ..runtime import launches
+from .fused_sigmoid_gating_delta_rule_update import gates, load_state, state_tile, step
 from .gated_rms_norm import opening
 
 LARGEST = 128  # channels of a head: two states of float32 fit the registers of a multiprocessor
 COLUMNS = 8  # of the convolution's pool, which are in registers at once
 
 
-@triton.jit
-def _over_k(k_side, VK: tl.constexpr):
-    """A vector over K, beside a state."""
-    return k_side[None, :] if VK else k_side[:, None]
-
-
-@triton.jit
-def _over_v(v_side, VK: tl.constexpr):
-    return v_side[:, None] if VK else v_side[None, :]
-
-
 class Constants(NamedTuple):
+    """W taps, L columns of the convolution's pool; TWICE: the state is widened where it is used."""
+
     H: int
     K: int
     BLOCK: int
@@ -50,6 +42,7 @@ class Constants(NamedTuple):
     BOUNDED: bool
     NEG: bool
     UPDATE: bool
+    TWICE: bool
     SILU: bool
 
 
@@ -98,13 +91,10 @@ def _kda_layer_kernel(
     slot = tl.where(live, slot, 0)
     i = tl.arange(0, C.BLOCK)
     on = i < C.K
-    state_at = i[:, None] * C.K + i[None, :]
-    if C.BLOCK == C.K:
-        state_on = live
-    else:
-        state_on = on[:, None] & on[None, :] & live
+    k_at = i[None, :] if C.VK else i  # as the rule has them
     pool += slot * slot_stride + h * (C.K * C.K)
-    state = tl.load(pool + state_at, mask=state_on, other=0.0).to(tl.float32)
+    _, tile_at, tile_mask = state_tile(0, k_at, live, C.K, C.K, C.BLOCK, C.BLOCK, C.VK)
+    stored = load_state(pool + tile_at, tile_mask, C.TWICE)
 
     # q, k, v and nothing, [BLOCK, 2, 2]: in one tile a thread has a few channels of its own
     part = tl.arange(0, 2)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
@@ -117,14 +107,13 @@ def _kda_layer_kernel(
     if conv_bias is not None:
         mixed += tl.load(conv_bias + d, mask=there, other=0.0).to(tl.float32)
     values = ()
-    for back in tl.static_range(L if L > W else W):
+    for back in tl.static_range(max(L, W)):
         # 64 bits, as a position of it may be multiplied with a stride
         position = tl.cast(-back, tl.int64)
         value = value_at(x, history, position, L, d, there, live, 0, h_column, h_channel)
         values += (value,)
         if back < W:
             mixed += value * taps[back]
-    mixed = (mixed * sigmoid(mixed)).to(x.dtype.element_ty).to(tl.float32)
     if C.UPDATE:
         # a thread may store what another one loads
         tl.debug_barrier()
@@ -132,47 +121,65 @@ def _kda_layer_kernel(
             to = history + tl.cast(L - 1 - back, tl.int64) * h_column
             to += d.to(tl.int64) * h_channel
             tl.store(to, values[back].to(history.dtype.element_ty), mask=there & live)
-    q_v, k_none = tl.split(mixed)
-    q, v = tl.split(q_v)
-    k, _none = tl.split(k_none)
+    q_v, k_none = tl.split((mixed * sigmoid(mixed)).to(x.dtype.element_ty))
+    q_tile, v_tile = tl.split(q_v)
+    k_tile, _none = tl.split(k_none)
+    if C.VK:
+        q_tile = q_tile[None, :]
+        k_tile = k_tile[None, :]
 
-    q_scale = scale / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
-    unit = 1.0 / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
-    qk = tl.sum(q * k, 0)
+    a_tile = tl.load(a + n * a_batch + h * a_head + k_at, mask=k_at < C.K, other=0.0)
+    b_tile = tl.load(b + n * b_batch + h)
     rate = tl.exp(tl.load(A_log + h).to(tl.float32))
-    gate = tl.load(a + n * a_batch + h * a_head + i, mask=on, other=0.0).to(tl.float32)
-    gate += tl.load(dt_bias + h * C.K + i, mask=on, other=0.0).to(tl.float32)
-    if C.BOUNDED:
-        decay = tl.exp(lower_bound / (1.0 + tl.exp(-rate * gate)))
-    else:
-        decay = tl.exp(-rate * softplus(gate, softplus_beta, softplus_threshold))
-    beta = (2.0 if C.NEG else 1.0) / (1.0 + tl.exp(-tl.load(b + n * b_batch + h).to(tl.float32)))
-
-    # both sums are of the state before the token: q^T S' = (decay q)^T S + (q k) u
-    K_AXIS: tl.constexpr = 1 if C.VK else 0
-    known = tl.sum(state * _over_k(k * decay, C.VK), K_AXIS)
-    read = tl.sum(state * _over_k(q * decay, C.VK), K_AXIS)
-    update = (v - known * unit) * (beta * unit)
-    o = read * q_scale + (q_scale * qk) * update
+    dt = tl.load(dt_bias + h * C.K + k_at, mask=k_at < C.K, other=0.0).to(tl.float32)
+    q_wide, k_wide, q_scale, unit, qk, decay, beta = gates(
+        q_tile,
+        k_tile,
+        a_tile,
+        b_tile,
+        rate,
+        dt,
+        scale,
+        softplus_beta,
+        softplus_threshold,
+        lower_bound,
+        True,
+        C.BOUNDED,
+        False,
+        C.NEG,
+        C.VK,
+        C.TWICE,
+    )
+    state, o = step(
+        stored,
+        q_wide,
+        k_wide,
+        q_scale,
+        unit,
+        qk,
+        v_tile,
+        decay,
+        beta,
+        slots >> 31,
+        C.VK,
+        True,
+        C.TWICE,
+        C.TWICE,
+    )
+    # in front of the stores, which they would wait for
+    gate = tl.load(z + n * z_batch + h * z_head + i, mask=on, other=0.0).to(tl.float32)
+    w = tl.load(norm_weight + i, mask=on, other=0.0).to(tl.float32)
     if C.UPDATE:
-        state = state * _over_k(decay, C.VK) + _over_k(k, C.VK) * _over_v(update, C.VK)
-        tl.store(pool + state_at, state.to(pool.dtype.element_ty), mask=state_on)
+        tl.store(pool + tile_at, state.to(pool.dtype.element_ty), mask=tile_mask)
 
     o = o.to(out.dtype.element_ty).to(tl.float32)
-    opened = tl.load(z + n * z_batch + h * z_head + i, mask=on, other=0.0).to(tl.float32)
-    w = tl.load(norm_weight + i, mask=on, other=0.0).to(tl.float32)
-    normed = o * (1.0 / tl.sqrt(tl.sum(o * o, 0) / C.K + epsilon)) * w * opening(opened, C.SILU)
+    normed = o * (1.0 / tl.sqrt(tl.sum(o * o, 0) / C.K + epsilon)) * w * opening(gate, C.SILU)
     tl.store(out + (n * C.H + h) * C.K + i, normed.to(out.dtype.element_ty), mask=on)
 
 
 def tiles(state_layout: str, BLOCK: int) -> tuple[int, int]:
     """(warps, registers a thread), for 64 numbers of the state a thread, or 128: sums over K go
-    across warps for [K, V], and cost less across four.
-
-    H200, 2026-11, 32 heads, float32 states, microseconds at 1 / 32 / 128 sequences, and in
-    parentheses of two launches: [V, K] 5.7 / 41.4 / 146.1 (7.2 / 45.6 / 152.9), [K, V] 5.4 / 45.5 /
-    153.5 (5.2 / 46.3 / 153.7).
-    """
+    across warps for [K, V], and cost less across four."""
     numbers, registers = (64, 128) if state_layout == "vk" else (128, 255)
     return max(1, BLOCK * BLOCK // (numbers * 32)), registers
 
@@ -274,6 +281,7 @@ def forward(
             BOUNDED=lower_bound is not None,
             NEG=allow_neg_eigval,
             UPDATE=not disable_state_update,
+            TWICE=state_layout == "kv" and states.element_size() == 2 and not INTERPRETED,
             SILU=gate_activation != "sigmoid",
         ),
         num_warps=warps,
