@@ -9,8 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...common.hopper.rows import add
 from ...common.hopper.tma import describe
-from .chunks import CHUNK, add
+from .chunks import CHUNK
 
 
 @gluon.jit
