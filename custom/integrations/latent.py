@@ -42,12 +42,7 @@ def _attended(
     slots = caches.slots(token_positions(lengths, x.shape[1]), block_table).where(there, -1)
     query, query_rope, _ = npu_mla_prolog_pto(
         x,
-        w.dq,
-        w.uq_qr,
-        w.uk,
-        w.dkv_kr,
-        w.gamma_cq,
-        w.gamma_ckv,
+        *w.prolog,
         sin,
         cos,
         pools.kv,
