@@ -73,6 +73,11 @@ class SharedAttentionWeights:
     options: dict[str, Any]
 
     @property
+    def prolog(self) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        """What `npu_mla_prolog_pto` takes behind the tokens, in its order."""
+        return self.dq, self.uq_qr, self.uk, self.dkv_kr, self.gamma_cq, self.gamma_ckv
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """The weights and options under the op's own names."""
         return dict(

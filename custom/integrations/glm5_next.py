@@ -153,12 +153,7 @@ def _attended(
     none = x.new_empty(*x.shape[:2], 0)
     query, _, query_norm = npu_mla_prolog_pto(
         x,
-        w.dq,
-        w.uq_qr,
-        w.uk,
-        w.dkv_kr,
-        w.gamma_cq,
-        w.gamma_ckv,
+        *w.prolog,
         none,
         none,
         s.pools.kv,

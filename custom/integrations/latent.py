@@ -35,6 +35,7 @@ def _attended(
     state: tuple[Any, ...], x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, there: Tensor
 ) -> Tensor:
     """What the attention adds; Kimi-Linear's angles are of width 0."""
+    w: SharedAttentionWeights
     module, w, caches, pools, block_table = state
     rotary, own = pools.kr.shape[-1], cos.shape[-1] > 0
     if not own:  # the channels that others rotate are there, and stay as they are
@@ -42,12 +43,7 @@ def _attended(
     slots = caches.slots(token_positions(lengths, x.shape[1]), block_table).where(there, -1)
     query, query_rope, _ = npu_mla_prolog_pto(
         x,
-        w.dq,
-        w.uq_qr,
-        w.uk,
-        w.dkv_kr,
-        w.gamma_cq,
-        w.gamma_ckv,
+        *w.prolog,
         sin,
         cos,
         pools.kv,

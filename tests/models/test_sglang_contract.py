@@ -47,7 +47,6 @@ MOVED = {
 
 def test_what_we_touch_is_there_and_what_moves_is_seen(tmp_path):
     """By mypy, strict, over the plug-in: every name, field, argument and override."""
-    pytest.importorskip("mypy", reason="a tool of `make lint`")
     said = checker(tmp_path, sglang.__name__)
     assert said(STUB).startswith("Success")
     changed = said(moved(STUB, tmp_path, MOVED))

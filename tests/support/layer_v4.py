@@ -102,17 +102,23 @@ def drawn(
     entries, entry_pages = table(B, -(-48 // m // entry_page) + 1, g)
     entries[: int(holes), 1] = -1
     windows = -(-steps // m)
+
+    def compressor(of: str, width: int) -> dict[str, Any]:
+        return {
+            f"w_{of}_kv": matrix(coff * width, H, deep=H),
+            f"w_{of}_gate": matrix(coff * width, H, deep=H),
+            f"{of}_ape": normal(m, coff * width, dtype=wide),
+            f"gamma_{of}": normal(width, dtype=wide),
+            f"{of}_state": normal(state_pages, 3, 2 * coff * width, dtype=wide),
+        }
+
     given |= dict(
         cmp_ratio=m,
         cmp_sin=normal(B, windows, Dr),
         cmp_cos=normal(B, windows, Dr),
         state_block_table=states.int().to(device),
         cmp_block_table=entries.int().to(device),
-        w_cmp_kv=matrix(coff * D, H, deep=H),
-        w_cmp_gate=matrix(coff * D, H, deep=H),
-        cmp_ape=normal(m, coff * D, dtype=wide),
-        gamma_cmp=normal(D, dtype=wide),
-        cmp_state=normal(state_pages, 3, 2 * coff * D, dtype=wide),
+        **compressor("cmp", D),
         cmp_kv=normal(entry_pages, entry_page, 1, D),
         state_mode=mode,
     )
@@ -120,11 +126,7 @@ def drawn(
         given |= dict(
             w_idx_qb=matrix(Rq, Ni * Di, deep=Rq),
             w_idx_proj=matrix(H, Ni, deep=H),
-            w_idx_kv=matrix(coff * Di, H, deep=H),
-            w_idx_gate=matrix(coff * Di, H, deep=H),
-            idx_ape=normal(m, coff * Di, dtype=wide),
-            gamma_idx=normal(Di, dtype=wide),
-            idx_state=normal(state_pages, 3, 2 * coff * Di, dtype=wide),
+            **compressor("idx", Di),
             idx_k=normal(entry_pages, entry_page, 1, Di),
             sparse_count=3,
         )

@@ -9,6 +9,7 @@ layout.  What no request owns (padding, unused pages) is NaN: reading it shows.
 from __future__ import annotations
 
 import faulthandler
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,30 @@ def run(op: str, backend: str, **arguments: Any) -> Any:
     """Call `torch.ops.custom.<op>` and make sure that `backend` ran it."""
     with runs_once(op, backend):
         return getattr(torch.ops.custom, op)(**arguments)
+
+
+def two_keys(page: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """`page` keys, the first two with logits 0 and ln 3 beside a sink of ln 4: weights 1/8, 3/8."""
+    query, key, value = (
+        torch.zeros(1, 1, 16),
+        torch.zeros(1, page, 1, 16),
+        torch.zeros(1, page, 1, 16),
+    )
+    query[..., 0] = math.log(3)
+    key[0, 1, 0, 0] = 1
+    value[0, 0, 0, 1], value[0, 1, 0, 2] = 8, 8
+    given = dict(query=query, key=key, value=value)
+    return {
+        **{name: x.to(device, dtype) for name, x in given.items()},
+        "sinks": torch.tensor([math.log(4)], device=device),
+        "return_softmax_lse": True,
+    }
+
+
+def assert_two_keys(out: Tensor) -> None:
+    """The first columns of what attends to `two_keys`."""
+    wanted = torch.tensor([0.0, 1.0, 3.0])
+    torch.testing.assert_close(out.flatten()[:3].cpu().float(), wanted, rtol=2e-3, atol=0)
 
 
 @contextmanager

@@ -266,6 +266,12 @@ def vllm_stand_in(query, cache, index, table, starts, lengths, heads, scale):
     return over_tokens(query, *halves, chosen, scale)
 
 
+def assert_agrees(case, package):
+    """Blocks of theirs and ours."""
+    (ours, _), theirs = run(case, package)
+    assert relative_error([theirs], [ours]) < case.tolerance
+
+
 @pytest.mark.parametrize("s", [1, 3])
 def test_blocks_by_vllm(package, s):
     def minimax_m3_sparse_attn(
@@ -292,9 +298,7 @@ def test_blocks_by_vllm(package, s):
         minimax_m3_sparse_attn=minimax_m3_sparse_attn,
         minimax_m3_sparse_attn_decode=minimax_m3_sparse_attn_decode,
     )
-    case = blocks_case(BLOCKS, 2, s, 1024)
-    (ours, _), theirs = run(case, "vLLM")
-    assert relative_error([theirs], [ours]) < case.tolerance
+    assert_agrees(blocks_case(BLOCKS, 2, s, 1024), "vLLM")
 
 
 @pytest.mark.parametrize("s", [1, 3])
@@ -341,9 +345,7 @@ def test_blocks_by_sglang(package, s):
         f"{of}.prefill.topk_sparse",
         flash_prefill_with_gqa_share_sparse=flash_prefill_with_gqa_share_sparse,
     )
-    case = blocks_case(BLOCKS, 2, s, 1024)
-    (ours, _), theirs = run(case, "SGLang")
-    assert relative_error([theirs], [ours]) < case.tolerance
+    assert_agrees(blocks_case(BLOCKS, 2, s, 1024), "SGLang")
 
 
 @pytest.mark.parametrize("s", [1, 3])
@@ -368,9 +370,7 @@ def test_pools_by_vllm(package, s):
         "vllm.models.qwen4_exp.nvidia.ops.qsa",
         qsa_sparse_paged_attention=qsa_sparse_paged_attention,
     )
-    case = blocks_case(Blocks("pools", 6, 2, 32, 4, 9, False), 2, s, 512)
-    (ours, _), theirs = run(case, "vLLM")
-    assert relative_error([theirs], [ours]) < case.tolerance
+    assert_agrees(blocks_case(Blocks("pools", 6, 2, 32, 4, 9, False), 2, s, 512), "vLLM")
 
 
 @pytest.mark.parametrize("s", [1, 3])

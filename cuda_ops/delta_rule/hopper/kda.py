@@ -9,8 +9,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ...common.hopper.rows import add
 from ...common.hopper.tma import describe
-from .chunks import CHUNK, add
+from ...common.kda import in_piece, in_row
+from .chunks import CHUNK
 
 
 @gluon.jit
@@ -40,20 +42,9 @@ def place(bounds, chunk, T, sequences, PIECES: gl.constexpr, VARLEN: gl.constexp
     if VARLEN:
         s, begin, end = pieces(bounds, T, sequences, PIECES)
         ends = gl.associative_scan((end - begin + 63) // 64, 0, add)
-        before = ends <= chunk
-        first = (chunk - gl.max(gl.where(before, ends, 0), 0)) * 64
-        piece = gl.sum(before.to(gl.int32), 0)
-        start = gl.sum(gl.where(s == piece, begin, 0), 0)
-        length = gl.sum(gl.where(s == piece, end - begin, 0), 0)
-        live = (piece > 0) & (piece <= sequences)
-        batch = chunk * 0
+        batch, start, first, length, live = in_piece(chunk, s, begin, end, ends, sequences)
     else:
-        each = (T + 63) // 64
-        batch = chunk // each
-        first = chunk % each * 64
-        start = chunk * 0
-        length = T
-        live = T > 0
+        batch, start, first, length, live = in_row(chunk, T)
     return batch, start, first, length, live
 
 

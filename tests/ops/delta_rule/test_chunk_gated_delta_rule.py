@@ -16,7 +16,7 @@ import custom
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
 from ...support.calls import assert_refuses, by_change
 from ...support.chunked import Chunked
-from ...support.delta_rule import ODD_LENGTHS, Sequences, qwen3_next_chunks
+from ...support.delta_rule import KEYS_ALIKE, ODD_LENGTHS, Sequences, qwen3_next_chunks
 
 OP = "npu_chunk_gated_delta_rule"
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,11 +79,10 @@ def in_dtype(x: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 RULE = Chunked(OP, reference.forward, in_dtype)
 
 
-@pytest.mark.parametrize("size", [64, 48])
-def test_keys_alike(size, device, backend):
+@pytest.mark.parametrize("case", KEYS_ALIKE, ids=str)
+def test_keys_alike(case, device, backend):
     """No decay, full rate, keys that are nearly one: the chunk's triangle is nearly all ones, and
     in powers of it what cancels is 1e17 times as large as its inverse."""
-    case = Sequences((128,), N=1, Nv=1, Dk=size, Dv=size, state=None, gates=False, alike=True)
     # roundings to float16, 2**-11 each, of what is larger than the rest
     RULE.assert_near(case, case.arguments(), device, 2**-6)
 

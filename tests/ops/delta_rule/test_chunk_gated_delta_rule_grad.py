@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...support.accuracy import assert_close_to_float64, every_dtype
 from ...support.calls import by_change
-from ...support.delta_rule import ODD_LENGTHS, Sequences, made, qwen3_next_chunks
+from ...support.delta_rule import KEYS_ALIKE, ODD_LENGTHS, Sequences, made, qwen3_next_chunks
 from ...support.trained import Rule
 
 OP = "npu_chunk_gated_delta_rule_grad"
@@ -98,11 +98,10 @@ def test_equals_autograd_of_the_recurrence(case, dtype, device, backend):
         assert_close_to_float64(f"d_{name}", grad, x.rounded[name], x.want[name])
 
 
-@pytest.mark.parametrize("size", [64, 48])
-def test_keys_alike(size, device, backend):
+@pytest.mark.parametrize("case", KEYS_ALIKE, ids=str)
+def test_keys_alike(case, device, backend):
     """No decay, full rate, keys that are nearly one: in powers of the chunk's triangle what
     cancels is 1e17 times as large as its inverse."""
-    case = Sequences((128,), N=1, Nv=1, Dk=size, Dv=size, state=None, gates=False, alike=True)
     RULE.assert_near(case, case.arguments(), device, 2**-6)
 
 

@@ -20,6 +20,7 @@ ROWS, LENGTHS = (2, 1, 0, 1), (53, 1, 9, 16)
 
 
 def check(problem, backend, device, dtype=torch.float16):
+    skip_unless_taken(dtype, device, backend)
     arguments = problem.arguments(device, dtype)
     index, values = run(OP, backend, **arguments)
     wanted, scores = problem.solved()
@@ -33,7 +34,6 @@ def check(problem, backend, device, dtype=torch.float16):
 @every_dtype
 @pytest.mark.parametrize("block, page", [(4, 16), (16, 16), (12, 32), (48, 16), (1, 16)])
 def test_blocks_below_and_above_the_page(device, backend, dtype, block, page):
-    skip_unless_taken(dtype, device, backend)
     check(Problem(ROWS, LENGTHS, block=block, page=page), backend, device, dtype)
 
 

@@ -17,7 +17,7 @@ from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unles
 from ...support.blocks import WIDE, Problem
 from ...support.calls import assert_refuses
 from ...support.kernels import gpu
-from ...support.ragged import BEYOND, ints, run
+from ...support.ragged import BEYOND, assert_two_keys, ints, run, two_keys
 from ...support.samples import sample
 
 OP = "npu_sparse_attention_score"
@@ -25,6 +25,7 @@ ROWS, LENGTHS = (3, 1, 0, 2, 1), (70, 1, 9, 50, 16)
 
 
 def check(problem, backend, device, dtype):
+    skip_unless_taken(dtype, device, backend)
     problem.rounded_to(dtype)
     arguments = problem.arguments(device, dtype)
     out, lse = run(OP, backend, **arguments, return_softmax_lse=True)
@@ -40,7 +41,6 @@ def check(problem, backend, device, dtype):
 @every_dtype
 @pytest.mark.parametrize("block, page", [(4, 16), (16, 16), (12, 32), (48, 16), (1, 16)])
 def test_blocks_below_and_above_the_page(device, backend, dtype, block, page):
-    skip_unless_taken(dtype, device, backend)
     check(Problem(ROWS, LENGTHS, block=block, page=page), backend, device, dtype)
 
 
@@ -72,7 +72,6 @@ def test_head_sizes(device, backend, size):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_heads(device, backend, name, dtype):
-    skip_unless_taken(dtype, device, backend)
     check(Problem(**(dict(size=128) | WIDE[name])), backend, device, dtype)
 
 
@@ -114,30 +113,18 @@ def test_few_rows_are_split_and_many_are_not(device, backend, monkeypatch):
 
 
 def test_numbers_by_hand(device, backend):
-    """Two keys with logits 0 and ln 3 beside a sink of ln 4: weights 1/8 and 3/8."""
-    dtype = torch.float16
-    query, key, value = torch.zeros(1, 1, 16), torch.zeros(1, 16, 1, 16), torch.zeros(1, 16, 1, 16)
-    query[..., 0] = math.log(3)
-    key[0, 1, 0, 0] = 1
-    value[0, 0, 0, 1], value[0, 1, 0, 2] = 8, 8
     out, lse = run(
         OP,
         backend,
-        query=query.to(device, dtype),
-        key=key.to(device, dtype),
-        value=value.to(device, dtype),
+        **two_keys(16, device, torch.float16),
         select_idx=ints([1, -1, 0], device).view(1, 1, 3),
         block_table=ints([0], device).view(1, 1),
         actual_seq_lengths=ints([1], device),
         actual_seq_lengths_kv=ints([2], device),
         block_size=1,
         top_k=3,
-        sinks=torch.tensor([math.log(4)], device=device),
-        return_softmax_lse=True,
     )
-    torch.testing.assert_close(
-        out.flatten()[:3].cpu().float(), torch.tensor([0.0, 1.0, 3.0]), rtol=2e-3, atol=0
-    )
+    assert_two_keys(out)
     torch.testing.assert_close(lse.item(), math.log(4), rtol=1e-3, atol=0)
 
 

@@ -17,7 +17,16 @@ import custom
 
 from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
 from ...support.calls import assert_refuses
-from ...support.ragged import LAYOUTS, Packed, ints, run, shuffled_table, strided
+from ...support.ragged import (
+    LAYOUTS,
+    Packed,
+    assert_two_keys,
+    ints,
+    run,
+    shuffled_table,
+    strided,
+    two_keys,
+)
 from ...support.selected import RAGGED, N, Problem
 
 OP = "npu_sparse_flash_attention"
@@ -148,28 +157,16 @@ def test_pools_with_an_open_tail(device, backend, heads, pools):
 
 
 def test_numbers_by_hand(device, backend):
-    """Two keys with logits 0 and ln 3 beside a sink of ln 4: weights 1/8 and 3/8."""
-    dtype = torch.float16 if backend != "reference" else torch.float32
-    query = torch.zeros(1, 1, 1, 16)
-    query[..., 0] = math.log(3)
-    key = torch.zeros(1, 2, 1, 16)
-    key[0, 1, 0, 0] = 1
-    value = torch.zeros(1, 2, 1, 16)
-    value[0, 0, 0, 1], value[0, 1, 0, 2] = 8, 8
+    given = two_keys(2, device, torch.float16 if backend != "reference" else torch.float32)
+    given["query"] = given["query"][None]
     out, top, total = run(
         OP,
         backend,
-        query=query.to(device, dtype),
-        key=key.to(device, dtype),
-        value=value.to(device, dtype),
+        **given,
         sparse_indices=ints([1, -1, 0], device).view(1, 1, 1, 3),
         scale_value=1.0,
-        sinks=torch.tensor([math.log(4)], device=device),
-        return_softmax_lse=True,
     )
-    torch.testing.assert_close(
-        out.flatten()[:3].cpu().float(), torch.tensor([0.0, 1.0, 3.0]), rtol=2e-3, atol=0
-    )
+    assert_two_keys(out)
     torch.testing.assert_close(top.item(), math.log(3), rtol=1e-3, atol=0)
     torch.testing.assert_close(total.item(), 4 / 3, rtol=1e-3, atol=0)
 
