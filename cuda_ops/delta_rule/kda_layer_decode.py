@@ -179,7 +179,12 @@ def _kda_layer_kernel(
 
 def tiles(state_layout: str, BLOCK: int) -> tuple[int, int]:
     """(warps, registers a thread), for 64 numbers of the state a thread, or 128: sums over K go
-    across warps for [K, V], and cost less across four."""
+    across warps for [K, V], and cost less across four.
+
+    H200, 2026-11, 32 heads, float32 states, microseconds at 1 / 32 / 128 sequences, and in
+    parentheses of two launches: [V, K] 5.2 / 43.7 / 148.8 (6.7 / 46.6 / 153.9), [K, V] 5.3 / 42.5 /
+    146.0 (5.3 / 48.6 / 154.8).
+    """
     numbers, registers = (64, 128) if state_layout == "vk" else (128, 255)
     return max(1, BLOCK * BLOCK // (numbers * 32)), registers
 
