@@ -153,14 +153,14 @@ def begin(engine: Any, texts: list[list[int]], count: int) -> Any:
 def timed(engine: Any, texts: list[list[int]]) -> Times:
     began = time.perf_counter()
     steps, counts = begin(engine, texts, NEW), {}
-    times = []  # while all decode
+    known = []  # while all decode: when, and how many tokens there are
     while steps.has_unfinished_requests():
         for each in steps.step():
             counts[each.request_id] = len(each.outputs[0].token_ids)
         if len(counts) == len(texts) and max(counts.values()) < NEW:
-            times.append(time.perf_counter())
-    rate = (len(times) - 1) / (times[-1] - times[0])
-    return Times(sum(map(len, texts)) / (times[0] - began), len(texts) * rate)
+            known.append((time.perf_counter(), sum(counts.values())))
+    (since, first), (until, last) = known[0], known[-1]
+    return Times(sum(map(len, texts)) / (since - began), (last - first) / (until - since))
 
 
 def profile(engine: Any, texts: list[list[int]], count: int = 20) -> str:
@@ -182,8 +182,9 @@ def profile(engine: Any, texts: list[list[int]], count: int = 20) -> str:
             begun.update(each.request_id for each in steps.step())
 
     def decode() -> None:
-        for _ in range(count):
-            steps.step()
+        done = 0
+        while done < count:  # vLLM may be a step ahead, and then answers one later
+            done += bool(steps.step())
 
     def kernels(title: str, work: Any, parts: int) -> None:
         with recorded(activities=[getattr(ProfilerActivity, DEVICE.upper())]) as record:
