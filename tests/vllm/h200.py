@@ -2,11 +2,14 @@
 # Copyright the npu-custom-ops authors
 """vLLM on a GPU with our ops and without: eight layers of the real width, random weights, bf16.
 
-    python -m tests.vllm.h200 [PART...]
+    python -m tests.vllm.h200 [--profile FOLDER] [PART...]
 
 Ragged requests, prefills and decodes in one batch.  Each part is an engine in a process of its own
 with the weights of a Hugging Face model, which judges every token: under `use()`, our own decode
 loop, and given the same text, its logit may lie below the best by no more than rounding.
+
+Timed are the prompts of 1, 16 and 64 requests, and then the steps that decode all of them at once.
+A profile of each part says where a step's time goes, on the GPU and on the host.
 
 No compiled extension of vLLM is needed: a wheel without its .so files, with tests/vllm/extension.py
 as `vllm/_C_stable_libtorch.py` and empty `vllm/vllm_flash_attn/_vllm_fa{2,3}_C.py`, will do.
@@ -33,13 +36,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 DEVICE = os.environ.get("DEVICE", "cuda")  # "cpu": the script itself, on tiny models
-REQUESTS, NEW, CONTEXT = 16, 128, 8192
+COUNTS, REQUESTS, NEW, CONTEXT = (1, 16, 64), 16, 128, 8192
 if DEVICE == "cpu":
-    REQUESTS, NEW, CONTEXT = 4, 6, 512
+    COUNTS, REQUESTS, NEW, CONTEXT = (1, 4), 4, 16, 512
 MEMORY = "/dev/shm"  # for checkpoints of 10 GB
 LIMIT = int(os.environ.get("LIMIT", 190))  # seconds of a part
 TOGETHER = 6  # engines at a time
-CACHE = 2 << 30  # bytes of each
+ASKED: list[str] = []  # the requests of this process
+CACHE = 6 << 30  # bytes of each
 # of a logit, in units of bf16's eps times the largest: eight layers of two dozen roundings each,
 # whose variances add up
 ROUNDINGS = 16.0
@@ -82,12 +86,12 @@ PARTS = {
 }
 
 
-def prompts(vocabulary: int, seed: int = 0) -> list[list[int]]:
-    """Of 64 to 6000 tokens on a GPU."""
+def prompts(vocabulary: int, seed: int = 0, count: int = REQUESTS) -> list[list[int]]:
+    """Of 64 to 6144 tokens on a GPU; one alone is as long as the longest."""
     import torch
 
     random = torch.Generator().manual_seed(seed)
-    lengths = torch.logspace(-7, math.log2(0.75), REQUESTS, 2).mul(CONTEXT).long().tolist()
+    lengths = torch.logspace(math.log2(0.75), -7, count, 2).mul(CONTEXT).long().tolist()
     return [torch.randint(1, vocabulary, (n,), generator=random).tolist() for n in lengths]
 
 
@@ -121,15 +125,92 @@ def judge(
     return Verdict(same, worst, wrong)
 
 
-def generate(engine: Any, texts: list[list[int]], count: int) -> tuple[list[list[int]], float]:
-    """Tokens, and the seconds that they took."""
+def generate(engine: Any, texts: list[list[int]], count: int) -> list[list[int]]:
     from vllm import SamplingParams
 
     asked = [{"prompt_token_ids": each} for each in texts]
     given = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-    begin = time.perf_counter()
     outputs = engine.generate(asked, given, use_tqdm=False)
-    return [list(each.outputs[0].token_ids) for each in outputs], time.perf_counter() - begin
+    return [list(each.outputs[0].token_ids) for each in outputs]
+
+
+class Times(NamedTuple):
+    prefill: float  # tokens of prompts a second, until each request has its first token
+    decode: float  # tokens a second, while all requests decode
+
+
+def begin(engine: Any, texts: list[list[int]], count: int) -> Any:
+    """What makes steps, asked for that many tokens of each."""
+    from vllm import SamplingParams
+
+    given = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    for text in texts:
+        ASKED.append(str(len(ASKED)))
+        engine.llm_engine.add_request(ASKED[-1], {"prompt_token_ids": text}, given)
+    return engine.llm_engine
+
+
+def timed(engine: Any, texts: list[list[int]]) -> Times:
+    began = time.perf_counter()
+    steps, counts = begin(engine, texts, NEW), {}
+    known = []  # while all decode: when, and how many tokens there are
+    while steps.has_unfinished_requests():
+        for each in steps.step():
+            counts[each.request_id] = len(each.outputs[0].token_ids)
+        if len(counts) == len(texts) and max(counts.values()) < NEW:
+            known.append((time.perf_counter(), sum(counts.values())))
+    (since, first), (until, last) = known[0], known[-1]
+    return Times(sum(map(len, texts)) / (since - began), (last - first) / (until - since))
+
+
+def profile(engine: Any, texts: list[list[int]], count: int = NEW // 8) -> str:
+    """Kernels by their time on the GPU, then the host's functions by theirs."""
+    import cProfile
+    import io
+    import pstats
+    from collections import Counter
+
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as recorded
+
+    steps, out = begin(engine, texts, NEW), []
+
+    def prefill() -> None:
+        begun: set[str] = set()
+        while len(begun) < len(texts):
+            begun.update(each.request_id for each in steps.step())
+
+    def decode() -> None:
+        done = 0
+        while done < count:  # vLLM may be a step ahead, and then answers one later
+            done += bool(steps.step())
+
+    def kernels(title: str, work: Any, parts: int) -> None:
+        with recorded(activities=[getattr(ProfilerActivity, DEVICE.upper())]) as record:
+            work()
+        kind = getattr(DeviceType, DEVICE.upper())
+        events = [each for each in record.events() if each.device_type == kind]
+        spent: Counter[str] = Counter()
+        for each in events:
+            spent[each.name] += each.time_range.elapsed_us() / parts
+        calls = Counter(each.name for each in events)
+        out.append(f"{title}: {spent.total():.0f} us, {len(events) / parts:.0f} calls, of which")
+        for name, us in spent.most_common(40):
+            out.append(f"{us:8.1f} us {calls[name] / parts:6.1f} x  {name[:110]}")
+
+    kernels("all prompts", prefill, 1)
+    decode()
+    kernels("a decode step", decode, count)
+    began = time.perf_counter()
+    decode()
+    out.append(f"a decode step takes {1e6 * (time.perf_counter() - began) / count:.0f} us")
+    host, told = cProfile.Profile(), io.StringIO()
+    host.runcall(decode)
+    pstats.Stats(host, stream=told).sort_stats("tottime").print_stats(30)
+    while steps.has_unfinished_requests():
+        steps.step()
+    return "\n".join([*out, f"the host, {count} decode steps", told.getvalue()])
 
 
 def tell(root: Path, what: signal.Signals) -> None:
@@ -177,9 +258,11 @@ def start(part: Part, model: Any, folder: Path) -> Any:
         config.index_topk_pattern = "".join(each[0].upper() for each in config.indexer_types)
         config.indexer_rope_interleave = True
     save(model, folder)
-    compilation: dict[str, Any] = {"custom_ops": ["none"]}
+    # the gated norm is a Triton kernel, the others' are compiled extensions
+    compilation: dict[str, Any] = {"custom_ops": ["none", "+rms_norm_gated"]}
     if part.graph is not None:
         compilation["cudagraph_mode"] = part.graph
+        compilation["cudagraph_capture_sizes"] = list(COUNTS)
     if part.graph == WHOLE:
         compilation["mode"] = 0  # no torch.compile, which wants vLLM's own version of torch
     return LLM(
@@ -188,7 +271,7 @@ def start(part: Part, model: Any, folder: Path) -> Any:
         dtype=model.dtype,
         max_model_len=CONTEXT,
         max_num_batched_tokens=4096,
-        max_num_seqs=REQUESTS,
+        max_num_seqs=max(COUNTS),
         gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=CACHE,
         enforce_eager=part.graph is None,
@@ -199,8 +282,8 @@ def start(part: Part, model: Any, folder: Path) -> Any:
     )
 
 
-def run(part: Part, root: Path) -> Iterator[dict[str, Any]]:
-    """What is known, and then what else is."""
+def run(part: Part, root: Path, told: Path | None) -> Iterator[dict[str, Any]]:
+    """What is known, and then what else is; a profile is written to `told`."""
     import torch
 
     from custom.bench.models import MODELS
@@ -208,23 +291,24 @@ def run(part: Part, root: Path) -> Iterator[dict[str, Any]]:
     (root / f"{os.getpid()}.pid").touch()
     (made,) = [each for each in MODELS if each.name == part.model]
     model = made.make(torch.device(DEVICE))
-    begin = time.perf_counter()
+    begun = time.perf_counter()
     engine = start(part, model, root / part.model.split()[0])
     sized = model.config.vocab_size
-    generate(engine, prompts(sized), 4)  # compiles
-    started = time.perf_counter() - begin
-    with alone(root):
-        prefill = min(generate(engine, prompts(sized, seed), 1)[1] for seed in (1, 2))
-        whole = min(generate(engine, prompts(sized, seed), NEW + 1)[1] for seed in (3, 4))
-    texts = prompts(sized, 5)
-    known: dict[str, Any] = dict(
-        start=started,
-        prefill=sum(map(len, texts)) / prefill,
-        decode=REQUESTS * NEW / (whole - prefill),
-    )
+    for count in COUNTS:
+        generate(engine, prompts(sized, count=count), 4)  # compiles
+    known: dict[str, Any] = dict(start=time.perf_counter() - begun, times=[])
     yield known
+    for count in COUNTS:
+        with alone(root):
+            runs = [timed(engine, prompts(sized, 100 * n + count, count)) for n in (1, 2, 3)]
+        known["times"].append([max(each) for each in zip(*runs, strict=True)])
+        yield known
+    if told is not None:
+        with alone(root):
+            told.write_text(profile(engine, prompts(sized, 4)))
+    texts = prompts(sized, 5)
     rounds = 2 if part.options.get("enable_prefix_caching") else 1  # then behind its own prefixes
-    outputs = [each for _ in range(rounds) for each in generate(engine, texts, NEW)[0]]
+    outputs = [each for _ in range(rounds) for each in generate(engine, texts, NEW)]
     del engine
     gc.collect()
     verdict = judge(model, texts * rounds, outputs, part.roundings)
@@ -232,7 +316,7 @@ def run(part: Part, root: Path) -> Iterator[dict[str, Any]]:
     yield dict(known, **verdict._asdict(), of=sum(map(len, outputs)))
 
 
-def answer(name: str, root: Path) -> tuple[dict[str, Any], str]:
+def answer(name: str, root: Path, told: Path | None) -> tuple[dict[str, Any], str]:
     """What a process of its own found out, and what it said."""
     environment = {
         **os.environ,
@@ -245,9 +329,10 @@ def answer(name: str, root: Path) -> tuple[dict[str, Any], str]:
         # its runner V2 asks a compiled extension for a view of pinned memory
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
+    profiled = [] if told is None else [str(told / f"profile-{name}.txt")]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.vllm.h200", "--part", name, str(root)],
+            [sys.executable, "-m", "tests.vllm.h200", "--part", name, str(root), *profiled],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -262,37 +347,61 @@ def answer(name: str, root: Path) -> tuple[dict[str, Any], str]:
     return json.loads(file.read_text()) if file.exists() else {}, said
 
 
-def report(name: str, root: Path) -> bool:
-    """Whether it is right."""
-    x, said = answer(name, root)
-    cells = [f"{x[each]:,.0f}" if x else "-" for each in ("start", "prefill", "decode")]
+def report(name: str, root: Path, told: Path | None) -> tuple[dict[str, Any], bool]:
+    """What was found out, and whether it is right."""
+    x, said = answer(name, root, told)
     judged = "wrong" in x
-    cells += [f"{x['same']} of {x['of']}", f"{x['worst']:.2f}"] if judged else ["-", "failed"]
+    verdict = f"{x['same']} of {x['of']} | {x['worst']:.2f}" if judged else "- | failed"
+    for count, (prefill, decode) in zip(COUNTS, x.get("times", []), strict=False):
+        print(
+            f"| {name} | {x['start']:.0f} | {count} | {prefill:,.0f} | {decode:,.0f} | {verdict} |"
+        )
     far = [
-        f"too far off: {count} tokens behind {length}, from the {first}. on"
+        f"{name}: too far off: {count} tokens behind {length}, from the {first}. on"
         for length, count, first in x.get("wrong", [])
     ]
-    tail = [] if judged else said.strip().splitlines()[-25:]
-    print(f"| {' | '.join([name, *cells])} |", *far, *tail, sep="\n", flush=True)
-    return judged and not far
+    tail = [] if judged else [f"{name} failed:", *said.strip().splitlines()[-25:]]
+    for line in [*far, *tail]:
+        print(line)
+    sys.stdout.flush()
+    return x, judged and not far
+
+
+def compare(found: dict[str, dict[str, Any]]) -> None:
+    """Of the parts that vLLM's own path stands beside."""
+    print("\n| ours beside vLLM's own | requests | prefill | times | decode | times |")
+    print("|---|---|---|---|---|---|")
+    for name in found:
+        both = [found[each].get("times", []) for each in (name, f"{name}-vllm") if each in found]
+        for count, *rates in zip(COUNTS, *both, strict=False) if len(both) == 2 else ():
+            cells = [
+                f"{ours:,.0f} / {theirs:,.0f} | {ours / theirs:.2f}"
+                for ours, theirs in zip(*rates, strict=True)
+            ]
+            print(f"| {name} | {count} | {' | '.join(cells)} |", flush=True)
 
 
 def main(names: list[str]) -> int:
-    print("| part | start, s | prefill, tokens/s | decode, tokens/s | equal | roundings |")
-    print("|---|---|---|---|---|---|", flush=True)
+    told = None
+    if names[:1] == ["--profile"]:
+        told, names = Path(names[1]), names[2:]
+    names = names or list(PARTS)
+    print("| part | start, s | requests | prefill, tokens/s | decode | equal | roundings |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     memory = os.path.isdir(MEMORY) and shutil.disk_usage(MEMORY).free > 24 << 30
     with (
         tempfile.TemporaryDirectory(dir=MEMORY if memory else None) as root,
         ThreadPoolExecutor(TOGETHER) as pool,
     ):
-        right = pool.map(report, names, [Path(root)] * len(names))
-        return sum(not each for each in right)
+        reports = list(pool.map(lambda name: report(name, Path(root), told), names))
+    compare({name: x for name, (x, _) in zip(names, reports, strict=True)})
+    return sum(not right for _, right in reports)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--part"]:
         given, where = sys.argv[2], Path(sys.argv[3])
-        for found in run(PARTS[given], where):
+        for found in run(PARTS[given], where, Path(sys.argv[4]) if sys.argv[4:] else None):
             (where / f"{given}.json").write_text(json.dumps(found))
     else:
-        sys.exit(main(sys.argv[1:] or list(PARTS)))
+        sys.exit(main(sys.argv[1:]))
