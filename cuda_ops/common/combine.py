@@ -19,18 +19,6 @@ from .log2 import LN2, LOG2E
 
 
 @triton.jit
-def store_statistics(softmax_max, softmax_sum, at, row_max, row_sum, LSE: tl.constexpr):
-    """Of a row and head, by the first of its programs; LSE: both in one, in `softmax_max`."""
-    first = tl.program_id(1) == 0
-    row_max = tl.where(row_sum != 0, row_max * LN2, float("-inf"))
-    if LSE:
-        tl.store(softmax_max + at, row_max + tl.log(row_sum), mask=first)
-    else:
-        tl.store(softmax_max + at, row_max, mask=first)
-        tl.store(softmax_sum + at, row_sum, mask=first)
-
-
-@triton.jit
 def _combine(
     partial,
     partial_max,
@@ -71,7 +59,13 @@ def _combine(
     o = tl.where(valid, o / tl.where(valid, total, 1.0), 0.0)
     tl.store(out + program * R + d, o.to(out.dtype.element_ty), mask=d < R)
     if STATS:
-        store_statistics(softmax_max, softmax_sum, program, row_max, row_sum, LSE)
+        first = tl.program_id(1) == 0
+        row_max = tl.where(valid, row_max * LN2, float("-inf"))
+        if LSE:
+            tl.store(softmax_max + program, row_max + tl.log(row_sum), mask=first)
+        else:
+            tl.store(softmax_max + program, row_max, mask=first)
+            tl.store(softmax_sum + program, row_sum, mask=first)
 
 
 @dataclass(frozen=True)

@@ -20,34 +20,26 @@ GIVEN, SOFTPLUS, BOUNDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def in_piece(chunk, s, begin, end, ends, sequences):
-    """`place`, of pieces `s` and where their chunks end."""
-    before = ends <= chunk
-    first = (chunk - tl.max(tl.where(before, ends, 0), 0)) * CHUNK
-    piece = tl.sum(before.to(tl.int32), 0)
-    start = tl.sum(tl.where(s == piece, begin, 0), 0)
-    length = tl.sum(tl.where(s == piece, end - begin, 0), 0)
-    live = (piece > 0) & (piece <= sequences)
-    return chunk * 0, start, first, length, live
-
-
-@triton.jit
-def in_row(chunk, T):
-    """`place`, of rows of T tokens."""
-    each = (T + CHUNK - 1) // CHUNK
-    return chunk // each, chunk * 0, chunk % each * CHUNK, T, T > 0
-
-
-@triton.jit
 def place(bounds, chunk, T, sequences, PIECES: tl.constexpr, VARLEN: tl.constexpr):
     """(batch, first token of the piece, first token of the chunk in it, the piece's length,
     whether it is a sequence) of a chunk."""
     if VARLEN:
         s, begin, end = pieces(bounds, T, sequences, PIECES)
         ends = tl.cumsum((end - begin + CHUNK - 1) // CHUNK, 0)
-        batch, start, first, length, live = in_piece(chunk, s, begin, end, ends, sequences)
+        before = ends <= chunk
+        first = (chunk - tl.max(tl.where(before, ends, 0), 0)) * CHUNK
+        piece = tl.sum(before.to(tl.int32), 0)
+        start = tl.sum(tl.where(s == piece, begin, 0), 0)
+        length = tl.sum(tl.where(s == piece, end - begin, 0), 0)
+        live = (piece > 0) & (piece <= sequences)
+        batch = chunk * 0
     else:
-        batch, start, first, length, live = in_row(chunk, T)
+        each = (T + CHUNK - 1) // CHUNK
+        batch = chunk // each
+        first = chunk % each * CHUNK
+        start = chunk * 0
+        length = T
+        live = T > 0
     return batch.to(tl.int64), start.to(tl.int64), first, length, live
 
 

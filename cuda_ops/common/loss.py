@@ -23,24 +23,6 @@ def valid_slots(indices, slot, K, position, key_length):
 
 
 @triton.jit
-def row_of_program(
-    index_score, indices, chunk_offset, S, key_length, K, strides, K_PAD: tl.constexpr
-):
-    """(batch, row, its slots, which of them count, their scores) by `strides`: (batch, row) of the
-    scores, and of the indices."""
-    s_batch, s_row, i_batch, i_row = strides
-    row = tl.program_id(0) % S
-    batch = (tl.program_id(0) // S).to(tl.int64)
-    row_wide = row.to(tl.int64)
-    slot = tl.arange(0, K_PAD)
-    _, counts = valid_slots(
-        indices + batch * i_batch + row_wide * i_row, slot, K, chunk_offset + row, key_length
-    )
-    score = tl.load(index_score + batch * s_batch + row_wide * s_row + slot, counts, 0.0)
-    return batch, row, slot, counts, score
-
-
-@triton.jit
 def softmax_of_scores(score, counts):
     """Softmax over the slots that count, 0 elsewhere."""
     score = tl.where(counts, score.to(tl.float32), float("-inf"))

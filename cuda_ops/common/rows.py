@@ -63,33 +63,20 @@ def within(length, most):
 
 
 @triton.jit
-def passed(row, r, ends, of):
-    """`request_of`, of the `ends` of requests `r`."""
-    before = (r < of.requests) & (ends <= row)
-    request = tl.sum(before.to(tl.int32), 0)
-    first = tl.max(tl.where(before, ends, 0), 0)
-    stop = tl.min(tl.where((r < of.requests) & (ends > row), ends, of.tokens), 0)
-    return request, first, stop
-
-
-@triton.jit
-def evenly(row, of):
-    """`request_of`, of requests that are equally long."""
-    request = (row // of.tokens).to(tl.int32)
-    first = request * of.tokens
-    return request, first, first + of.tokens
-
-
-@triton.jit
 def request_of(row, of, LAYOUT: tl.constexpr):
     """(request, its first row, where its rows end) of a query row; past the last one the number of
     requests.  Of prefix sums in any order: how many it has passed, the last of them, the next."""
     if LAYOUT.Q_TND:
         r = tl.arange(0, LAYOUT.REQUESTS)
         ends = within(tl.load(of.seqlens_q + r, mask=r < of.requests, other=0), of.tokens)
-        request, first, stop = passed(row, r, ends, of)
+        before = (r < of.requests) & (ends <= row)
+        request = tl.sum(before.to(tl.int32), 0)
+        first = tl.max(tl.where(before, ends, 0), 0)
+        stop = tl.min(tl.where((r < of.requests) & (ends > row), ends, of.tokens), 0)
     else:
-        request, first, stop = evenly(row, of)
+        request = (row // of.tokens).to(tl.int32)
+        first = request * of.tokens
+        stop = first + of.tokens
     return request, first, stop
 
 

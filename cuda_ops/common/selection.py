@@ -14,10 +14,6 @@ from torch import Tensor
 from . import rows
 from .combine import Parts
 
-LEAST_SCORE = tl.constexpr(-3.4028234663852886e38)  # of what may be chosen
-FORCED = tl.constexpr(3.4028234663852886e38)  # of a block that is always chosen
-MOST_SCORE = tl.constexpr(3.402823263561193e38)  # the number below, of others
-
 
 @dataclass(frozen=True)
 class Attention:

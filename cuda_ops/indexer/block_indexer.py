@@ -30,12 +30,14 @@ from ...dispatch.common import memory
 from ...dispatch.common.packed import block_within
 from ...dispatch.ops.indexer.block_indexer import Arguments
 from ..common import gpu, packed, rows
-from ..common.selection import FORCED, LEAST_SCORE, MOST_SCORE
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from . import topk
 from .hopper import block_indexer as hopper
-from .lightning_indexer import CHUNK_BYTES
+from .lightning_indexer import CHUNK_BYTES, LEAST_SCORE
+
+FORCED = tl.constexpr(3.4028234663852886e38)  # of a block that is always chosen
+MOST_SCORE = tl.constexpr(3.402823263561193e38)  # the number below, of others
 
 
 class Constants(NamedTuple):

@@ -41,7 +41,6 @@ from ..common.loss import (
     padded,
     parts,
     pieces,
-    row_of_program,
     shared_bytes,
     softmax_of_scores,
     valid_slots,
@@ -217,11 +216,15 @@ def _loss_kernel(
     i_row,
     K_PAD: tl.constexpr,
 ):
-    strides = s_batch, s_row, i_batch, i_row
-    batch, row, slot, counts, score = row_of_program(
-        index_score, indices, chunk_offset, S, key_length, K, strides, K_PAD
+    row = tl.program_id(0) % S
+    batch = (tl.program_id(0) // S).to(tl.int64)
+    row_wide = row.to(tl.int64)
+    slot = tl.arange(0, K_PAD)
+    _, counts = valid_slots(
+        indices + batch * i_batch + row_wide * i_row, slot, K, chunk_offset + row, key_length
     )
-    mass = tl.load(target + (batch * S + row.to(tl.int64)) * K + slot, counts, 0.0)
+    score = tl.load(index_score + batch * s_batch + row_wide * s_row + slot, counts, 0.0)
+    mass = tl.load(target + (batch * S + row_wide) * K + slot, counts, 0.0)
     pi = normalised(mass)
     r = softmax_of_scores(score, counts)
     term = (pi + eps) * (tl.log(pi + eps) - tl.log(r + eps))

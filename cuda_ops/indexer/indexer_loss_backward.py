@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 from ...dispatch.common import memory
 from ...dispatch.ops.indexer.indexer_loss_backward import Arguments
 from ..common import rows
-from ..common.loss import normalised, padded, row_of_program, softmax_of_scores
+from ..common.loss import normalised, padded, softmax_of_scores, valid_slots
 from ..runtime import launches
 
 
@@ -46,11 +46,14 @@ def _grad_kernel(
     t_row,
     K_PAD: tl.constexpr,
 ):
-    strides = s_batch, s_row, i_batch, i_row
-    batch, row, slot, counts, score = row_of_program(
-        index_score, indices, chunk_offset, S, key_length, K, strides, K_PAD
-    )
+    row = tl.program_id(0) % S
+    batch = (tl.program_id(0) // S).to(tl.int64)
     row_wide = row.to(tl.int64)
+    slot = tl.arange(0, K_PAD)
+    _, counts = valid_slots(
+        indices + batch * i_batch + row_wide * i_row, slot, K, chunk_offset + row, key_length
+    )
+    score = tl.load(index_score + batch * s_batch + row_wide * s_row + slot, counts, 0.0)
     mass = tl.load(target + batch * t_batch + row_wide * t_row + slot, counts, 0.0)
     upstream = tl.load(grad_loss + batch * S + row)
     out = upstream * (softmax_of_scores(score, counts) - normalised(mass))

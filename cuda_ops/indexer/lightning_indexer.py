@@ -33,12 +33,12 @@ from typing_extensions import Unpack
 from ...dispatch.common import memory
 from ...dispatch.ops.indexer.lightning_indexer import Arguments, Selection
 from ..common import gpu, quantise, rows
-from ..common.selection import LEAST_SCORE
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from . import topk
 from .hopper import lightning_indexer as hopper
 
+LEAST_SCORE = tl.constexpr(-3.4028234663852886e38)
 CHUNK_BYTES = 2**28  # of scores at a time: 1024 rows of 64K keys
 BLOCK_N = 64
 

@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common.selection import LEAST_SCORE
 from ..indexer.topk import MINUS_INF, ordered, ranks, survey, threshold
 from ..runtime import launches
 
+LEAST_SCORE = tl.constexpr(-3.4028234663852886e38)
 LAST = tl.constexpr(2**31 - 1)  # the greatest position
 NOTHING = tl.constexpr(2**63 - 1)
 MOST = 32768  # candidates of a row

@@ -12,20 +12,19 @@ from ..selection import physical_slots, slot_of
 
 
 @gluon.jit
-def add(a, b):
-    """For `gl.associative_scan`."""
-    return a + b
-
-
-@gluon.jit
 def request_of(row, of, LAYOUT: gl.constexpr, LINE: gl.constexpr):
     """`rows.request_of`; requests lie in registers as LINE says."""
     if LAYOUT.Q_TND:
         r = gl.arange(0, LAYOUT.REQUESTS, layout=LINE)
         ends = rows.within(gl.load(of.seqlens_q + r, mask=r < of.requests, other=0), of.tokens)
-        request, first, stop = rows.passed(row, r, ends, of)
+        before = (r < of.requests) & (ends <= row)
+        request = gl.sum(before.to(gl.int32), 0)
+        first = gl.max(gl.where(before, ends, 0), 0)
+        stop = gl.min(gl.where((r < of.requests) & (ends > row), ends, of.tokens), 0)
     else:
-        request, first, stop = rows.evenly(row, of)
+        request = (row // of.tokens).to(gl.int32)
+        first = request * of.tokens
+        stop = first + of.tokens
     return request, first, stop
 
 
@@ -50,12 +49,17 @@ def slots(
 
 
 @gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit
 def ends_of(of, REQUESTS: gl.constexpr, LINE: gl.constexpr):
     """`packed.ends_of`."""
     r = gl.arange(0, REQUESTS, layout=LINE)
     length = rows.within(gl.load(of.lengths + r, mask=r < of.requests, other=0), of.tokens)
     # of lengths that add up beyond 32 bits
-    end = gl.minimum(gl.associative_scan(length.to(gl.int64), 0, add), of.tokens).to(gl.int32)
+    end = gl.minimum(gl.associative_scan(length.to(gl.int64), 0, _plus), of.tokens).to(gl.int32)
     return gl.where(r < of.requests, end, of.tokens + 1)
 
 

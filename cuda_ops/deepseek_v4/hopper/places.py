@@ -18,9 +18,10 @@ from ...common.combine import Parts, combine
 from ...common.hopper.rows import request_of
 from ...common.hopper.tma import aligned
 from ...common.log2 import LEAST
-from ...common.sharedkv import FAR
 from ...runtime import launches
 from ...sparse_attention.hopper.mla_consumers import LINE, Constants, item, splits_of
+
+FAR = gl.constexpr(1 << 30)  # behind any key of a row
 
 
 class Caches(NamedTuple):

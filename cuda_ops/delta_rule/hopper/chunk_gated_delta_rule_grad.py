@@ -35,12 +35,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ....dispatch.common import memory
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from ...common.hopper.rows import add
 from ...common.hopper.tma import aligned, at, describe, describe_matrix, describe_row, forget
 from ...runtime import launches
 from . import chunk_gated_delta_rule as forward
 from .chunks import (
     CHUNK,
+    add,
     add_lengths,
     columns_at,
     decay_of,

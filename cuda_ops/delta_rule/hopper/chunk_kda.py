@@ -33,11 +33,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...common import gpu
 from ...common.approximate import power
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from ...common.hopper.rows import add
 from ...common.hopper.tma import aligned, at, describe_matrix, forget
 from ...common.kda import GIVEN, LEAST, log_decay
 from ...runtime import launches
-from .chunks import CHUNK, inverse_of
+from .chunks import CHUNK, add, inverse_of
 from .kda import place, rate_of, rows_of
 
 EVERY_NAN = gl.constexpr(tl.PropagateNan.ALL)

@@ -34,13 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ....dispatch.common import memory
 from ...common.approximate import inverse, power
 from ...common.gluon_names import barrier, reinterpret, tma_load
-from ...common.hopper.rows import add
 from ...common.hopper.tma import at, describe_matrix, forget
 from ...common.kda import BOUNDED, LEAST, SOFTPLUS, log_decay
 from ...common.log2 import LN2, LOG2E
 from ...runtime import launches
 from . import kda_walks
-from .chunks import CHUNK
+from .chunks import CHUNK, add
 from .kda import again, again_float, place, rate_of, rows_of
 
 # channels of the keys at a time

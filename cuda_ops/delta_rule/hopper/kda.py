@@ -9,10 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...common.hopper.rows import add
 from ...common.hopper.tma import describe
-from ...common.kda import in_piece, in_row
-from .chunks import CHUNK
+from .chunks import CHUNK, add
 
 
 @gluon.jit
@@ -42,9 +40,20 @@ def place(bounds, chunk, T, sequences, PIECES: gl.constexpr, VARLEN: gl.constexp
     if VARLEN:
         s, begin, end = pieces(bounds, T, sequences, PIECES)
         ends = gl.associative_scan((end - begin + 63) // 64, 0, add)
-        batch, start, first, length, live = in_piece(chunk, s, begin, end, ends, sequences)
+        before = ends <= chunk
+        first = (chunk - gl.max(gl.where(before, ends, 0), 0)) * 64
+        piece = gl.sum(before.to(gl.int32), 0)
+        start = gl.sum(gl.where(s == piece, begin, 0), 0)
+        length = gl.sum(gl.where(s == piece, end - begin, 0), 0)
+        live = (piece > 0) & (piece <= sequences)
+        batch = chunk * 0
     else:
-        batch, start, first, length, live = in_row(chunk, T)
+        each = (T + 63) // 64
+        batch = chunk // each
+        first = chunk % each * 64
+        start = chunk * 0
+        length = T
+        live = T > 0
     return batch, start, first, length, live
 
 

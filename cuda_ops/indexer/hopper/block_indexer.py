@@ -26,10 +26,12 @@ from ...common import gpu, packed, rows
 from ...common.gluon_names import barrier, reinterpret, tma_load
 from ...common.hopper.rows import ends_of
 from ...common.hopper.tma import DTYPES, describable, describe_box, forget
-from ...common.selection import FORCED, LEAST_SCORE, MOST_SCORE
 from ...runtime import launches
 
 BLOCK = gl.constexpr(128)  # positions
+LEAST_SCORE = gl.constexpr(-3.4028234663852886e38)
+FORCED = gl.constexpr(3.4028234663852886e38)  # of a block that is always chosen
+MOST_SCORE = gl.constexpr(3.402823263561193e38)  # the number below, of others
 S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))
 ROW = gl.constexpr(gl.SliceLayout(1, S))
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))

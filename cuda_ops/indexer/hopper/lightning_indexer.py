@@ -32,12 +32,12 @@ from ...common.gluon_names import barrier, reinterpret, tma_load
 from ...common.hopper.rows import request_of
 from ...common.hopper.tma import DTYPES, describable, describe_box, forget
 from ...common.rows import BSND, PAGED, TND
-from ...common.selection import LEAST_SCORE
 from ...common.tiling import cdiv, power_of_two
 from ...common.topk import EVERY
 from ...runtime import launches
 
 KEYS_AT_ONCE = gl.constexpr(64)
+LEAST_SCORE = gl.constexpr(-3.4028234663852886e38)
 EVERY_NAN = gl.constexpr(tl.PropagateNan.ALL)
 
 

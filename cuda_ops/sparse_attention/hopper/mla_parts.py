@@ -20,9 +20,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....dispatch.common import memory
-from ...common.combine import store_statistics
 from ...common.gluon_names import cp_async, mma_v2
-from ...common.log2 import LOG2E
+from ...common.log2 import LN2, LOG2E
 from ...runtime import launches
 
 LOWEST = gl.constexpr(-1e30)
@@ -174,7 +173,13 @@ def _combine(
     o = gl.where(valid, o / gl.where(valid, total, 1.0), 0.0)
     gl.store(out + program * 512 + d, o.to(out.dtype.element_ty))
     if STATS:
-        store_statistics(softmax_max, softmax_sum, program, row_max, row_sum, LSE)
+        first = gl.program_id(1) == 0
+        row_max = gl.where(valid, row_max * LN2, float("-inf"))
+        if LSE:
+            gl.store(softmax_max + program, row_max + gl.log(row_sum), mask=first)
+        else:
+            gl.store(softmax_max + program, row_max, mask=first)
+            gl.store(softmax_sum + program, row_sum, mask=first)
 
 
 def parts_of(count: int, splits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
