@@ -25,6 +25,9 @@ MEANT = {
     ("cuda_ops/delta_rule/hopper/chunk_kda.py", "first", "row"),
     ("cuda_ops/delta_rule/hopper/chunk_kda_grad.py", "first", "row"),
     ("cuda_ops/attention/hopper/fused_attention.py", "rows", "tile"),
+    # states are square, and only what is widened twice is added up together
+    ("cuda_ops/delta_rule/kda_layer_decode.py", "K", "V"),
+    ("cuda_ops/delta_rule/kda_layer_decode.py", "TWICE", "TOGETHER"),
     # keys without a rope
     ("cuda_ops/deepseek_v4/hopper/sparse_attn_sharedkv_decode.py", "queries", "query_ropes"),
     ("cuda_ops/deepseek_v4/hopper/sparse_attn_sharedkv_decode.py", "left", "ropes"),
