@@ -97,11 +97,12 @@ def joined(x: dict[str, Any], names: tuple[str, ...], dim: int) -> dict[str, Any
     }
 
 
-# lengths that no caller means, and those that stand for them with 70 tokens
+# keys that are nearly one
 KEYS_ALIKE = [
     Sequences((128,), N=1, Nv=1, Dk=size, Dv=size, state=None, gates=False, alike=True)
     for size in (64, 48)
 ]
+# lengths that no caller means, and those that stand for them with 70 tokens
 ODD_LENGTHS = [
     ((40, 2**32 + 9), (40, 30)),
     ((-200, 60, 10), (0, 60, 10)),
