@@ -24,7 +24,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -352,20 +352,28 @@ class _Walker:
         state = [env.get(initial) for _, initial in carried]
         if None in (low, high, step):
             low, high, step = 0, 1, 1
-        turns = range(low, high, max(step, 1))
-        walked = turns
+
+        def once(at: int) -> None:
+            nonlocal state
+            env[header[1]] = at
+            env.update(zip((name for name, _ in carried), state, strict=True))
+            state = self.run(s.body, env) or state
+
+        self.repeat(range(low, high, max(step, 1)), once)
+        return state
+
+    def repeat(self, turns: range, once: Callable[[int], None]) -> None:
+        """Some turns of a loop stand for all."""
+        walked: Sequence[int] = turns
         if len(turns) > 2 * _WALKED:
             places = sorted((i + 0.5) * _GOLDEN % 1 for i in range(_WALKED))
             walked = [turns[int(len(turns) * place)] for place in places]
         whole, self.cost = self.cost, Cost(self.cost.share, self.cost.of_cube)
         for at in walked:
-            env[header[1]] = at
-            env.update(zip((name for name, _ in carried), state, strict=True))
-            state = self.run(s.body, env) or state
+            once(at)
         if walked:
             whole.add(self.cost, len(turns) / len(walked))
         self.cost = whole
-        return state
 
     def affine(self, s: _Line, env: dict[str, Any]) -> int | None:
         match = re.match(r" (#map\d*)(\([^)]*\))?(\[[^\]]*\])?", s.text)

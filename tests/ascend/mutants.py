@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import json
 import multiprocessing
 import random
 import signal
@@ -24,7 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -33,8 +32,8 @@ from custom.dispatch.common import memory as launcher_memory
 from custom.dispatch.registry import BY_NAME
 from torch import Tensor
 
-from ..mutate.changes import difference, shifted
-from ..support import places
+from ..mutate.changes import Planted, difference, shifted
+from ..support import places, verdict_file
 from . import controls, isolated, limits, memory, sources
 from .case import Case, Inputs
 from .driver import Launch, recorder
@@ -355,13 +354,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 @dataclass(frozen=True)
-class Mutant:
-    file: str
-    function: str
-    kind: str
-    old: str
-    new: str
-    nth: int  # among those of this file with the same words
+class Mutant(Planted):
     made: str = field(repr=False)  # digest of the mutated function's tree
     text: str = field(repr=False)  # the whole file
 
@@ -372,9 +365,8 @@ class Mutant:
         return next((reason for word, reason in words if word in f"{self.title}$"), None)
 
     @property
-    def title(self) -> str:
-        nth = f" ({self.nth + 1})" if self.nth else ""
-        return f"{self.file}.{self.function}: {self.kind}: {self.old} -> {self.new}{nth}"
+    def place(self) -> str:
+        return f"{self.file}.{self.function}"
 
 
 Change = tuple[str, ast.expr]  # kind, what takes the place
@@ -646,12 +638,12 @@ def _asked(
         if done % 20 == 0 or done == len(calls):
             left = (time.time() - began) / done * (len(calls) - done) / 60
             print(f"{done} of {len(calls)}, {left:.0f} minutes left", flush=True)
-            write(records)
+            verdict_file.write(RESULTS, records)
 
 
 def run(cases: list[Case], changed: bool, sample: int, seed: int, jobs: int) -> int:
     """Plant, tell, and write mutants.json; 1 if one survives that nobody explained."""
-    records = read()
+    records = verdict_file.read(RESULTS, Verdict)
     by_file: dict[str, list[Case]] = {}
     by_op: dict[str, list[Case]] = {}
     for case in cases:
@@ -718,7 +710,7 @@ def run(cases: list[Case], changed: bool, sample: int, seed: int, jobs: int) -> 
     for title in wrong:
         print(f"FAIL explained, but caught: {title}")
     if not sample and not changed and not others:
-        write({mutant.title: records[mutant.title] for mutant in planted})
+        verdict_file.write(RESULTS, {mutant.title: records[mutant.title] for mutant in planted})
     return bool(unexplained or wrong)
 
 
@@ -732,27 +724,13 @@ class Verdict:
     said: str
 
 
-def read() -> dict[str, Verdict]:
-    if not RESULTS.exists():
-        return {}
-    return {title: Verdict(*fields) for title, fields in json.loads(RESULTS.read_text()).items()}
-
-
-def write(records: dict[str, Verdict]) -> None:
-    lines = (
-        f"{json.dumps(title)}: {json.dumps(list(asdict(verdict).values()))}"
-        for title, verdict in sorted(records.items())
-    )
-    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
 def _mutated_files() -> set[str]:
     return {file for op in BY_NAME for file in files_of(op)}
 
 
 def unmatched() -> list[str]:
     """Reasons that explain nothing which is planted, and reasons of what a case catches."""
-    records = read()
+    records = verdict_file.read(RESULTS, Verdict)
     planted = planted_in(_mutated_files())
     used = {
         (function, word)
@@ -773,7 +751,7 @@ def unmatched() -> list[str]:
 
 def table() -> list[str]:
     """Markdown, of the verdicts on today's kernels."""
-    records = read()
+    records = verdict_file.read(RESULTS, Verdict)
     planted = planted_in(_mutated_files())
     known = [
         (x, records[x.title])

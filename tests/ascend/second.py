@@ -116,26 +116,14 @@ class _Unroller(_Walker):
         self.program.lines.append(f"hivm.hir.{line}")
         self.program.weights.append(self.weight if counts else 0.0)
 
-    def loop(self, s: _Line, env: dict[str, Any]) -> list[Any]:
-        header = re.match(r" (%[\w-]+) = (%[\w#-]+) to (%[\w#-]+) step (%[\w#-]+)", s.text)
-        if header is None:
-            return []
-        low, high, step = (env.get(header[i]) for i in (2, 3, 4))
-        carried = re.findall(r"(%[\w-]+) = (%[\w#-]+)", s.text[header.end() :].partition("->")[0])
-        state = [env.get(initial) for _, initial in carried]
-        if None in (low, high, step):
-            low, high, step = 0, 1, 1
-        turns = range(low, high, max(step, 1))
+    def repeat(self, turns: range, once: Callable[[int], None]) -> None:
         # an even number before them: buffers and events take turns
         before = max(len(turns) - _TURNS, 0) // 4 * 2
         walked, outside = turns[before : before + _TURNS], self.weight
         self.weight *= len(turns) / max(len(walked), 1)
         for at in walked:
-            env[header[1]] = at
-            env.update(zip((name for name, _ in carried), state, strict=True))
-            state = self.run(s.body, env) or state
+            once(at)
         self.weight = outside
-        return state
 
     def memref(self, s: _Line, env: dict[str, Any]) -> Any:
         if s.kind == "memref.store" or (s.kind == "memref.load" and "<ub>" in s.text):

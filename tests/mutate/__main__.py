@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from ..support import verdict_file
 from . import changes, lines
 from .changes import ROOT, Mutant, digest
 from .lines import Map, Test, World
@@ -42,19 +43,7 @@ class Verdict:
 
 
 def read() -> dict[str, Verdict]:
-    if not VERDICTS.exists():
-        return {}
-    return {title: Verdict(*each) for title, each in json.loads(VERDICTS.read_text()).items()}
-
-
-def write(verdicts: dict[str, Verdict]) -> None:
-    rows = (
-        f"{json.dumps(title)}: {json.dumps([x.test, x.said, x.made])}"
-        for title, x in sorted(verdicts.items())
-    )
-    beside = VERDICTS.with_suffix(".new")
-    beside.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-    beside.replace(VERDICTS)
+    return verdict_file.read(VERDICTS, Verdict)
 
 
 def chosen(found: list[Mutant], seed: int) -> list[Mutant]:
@@ -213,7 +202,7 @@ class Run:
             self._count(mutant, test)
             self.named[test] = recorded(test)
         if self.keep:
-            write(self.verdicts)
+            verdict_file.write(VERDICTS, self.verdicts)
         self.done += 1
         by = f"by {test.replace('tests/', '')}" if test else f"SURVIVES {asked} tests"
         print(f"{self.done} of {self.total}, {seconds:.0f} s: {mutant.title}: {by}", flush=True)

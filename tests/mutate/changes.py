@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import builtins
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -221,24 +222,35 @@ class Statement:
 
 
 @dataclass(frozen=True)
-class Mutant:
+class Planted(ABC):
+    """A change by its place, kind and words."""
+
     file: str
     function: str
     kind: str
     old: str
     new: str
-    nth: int  # among those of the function with the same words
+    nth: int  # among those there with the same words
+
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """As the title names it."""
+
+    @property
+    def title(self) -> str:
+        nth = f" ({self.nth + 1})" if self.nth else ""
+        return f"{self.place}: {self.kind}: {self.old} -> {self.new}{nth}"
+
+
+@dataclass(frozen=True)
+class Mutant(Planted):
     statement: Statement
     index: int  # among all of the file
 
     @property
     def place(self) -> str:
         return f"{self.file}: {self.function or '<module>'}"
-
-    @property
-    def title(self) -> str:
-        nth = f" ({self.nth + 1})" if self.nth else ""
-        return f"{self.place}: {self.kind}: {self.old} -> {self.new}{nth}"
 
 
 def digest(text: str) -> str:
