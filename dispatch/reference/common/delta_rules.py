@@ -62,3 +62,10 @@ def some_sequences(count: int, state_size: int) -> Iterator[Tensor]:
     """The numbers 0 to count - 1 in groups whose states fit."""
     if count:
         yield from torch.arange(count).split(max(1, _STATES // max(1, state_size)))
+
+
+def turns(starts: Tensor, lengths: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each step, which sequences have a token more, and those tokens."""
+    for t in range(int(lengths.max())):
+        on = t < lengths
+        yield on, (starts + t)[on]

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...ops.delta_rule.chunk_gated_delta_rule import Arguments
-from ..common.delta_rules import by_channel, rate, sequences, some_sequences, step
+from ..common.delta_rules import by_channel, rate, sequences, some_sequences, step, turns
 from ..common.precision import accumulator
 
 
@@ -34,9 +34,7 @@ def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     for some in some_sequences(len(lengths), value_heads * key_size * value_size):
         some = some.to(key.device)
         state = final[some].to(kind).mT
-        for t in range(int(lengths[some].max())):
-            on = t < lengths[some]
-            token = (starts[some] + t)[on]
+        for on, token in turns(starts[some], lengths[some]):
             q, k = (
                 x[token].to(kind).repeat_interleave(value_heads // heads, 1)
                 for x in (a["query"], key)

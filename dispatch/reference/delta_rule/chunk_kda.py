@@ -9,6 +9,7 @@ channel, its gate and its norms.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,20 @@ class Tokens:
     beta: Tensor
     lengths: Tensor
     first: int
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the gated delta rule and its gradient take of them: gates and norms are done."""
+        return dict(
+            query=self.q,
+            key=self.k,
+            value=self.v,
+            g=self.g,
+            beta=self.beta,
+            actual_seq_lengths=self.lengths,
+            use_beta_sigmoid_in_kernel=False,
+            allow_neg_eigval=False,
+        )
 
 
 def tokens(a: Arguments) -> Tokens:
@@ -80,18 +95,7 @@ def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     x = tokens(a)
     turn = a["state_layout"] == "kv"
     state = initial_state.mT if initial_state is not None and turn else initial_state
-    some, final = rule.forward(
-        query=x.q,
-        key=x.k,
-        value=x.v,
-        beta=x.beta,
-        initial_state=state,
-        actual_seq_lengths=x.lengths,
-        scale=a["scale"],
-        g=x.g,
-        use_beta_sigmoid_in_kernel=False,
-        allow_neg_eigval=False,
-    )
+    some, final = rule.forward(**x.arguments, initial_state=state, scale=a["scale"])
     out = torch.zeros_like(a["v"], memory_format=torch.contiguous_format)
     out.flatten(0, 1)[x.first :] = some
     return out, (final.mT if turn else final).contiguous()

@@ -31,18 +31,11 @@ def backward(
         s.mT if s is not None and turn else s for s in (a["initial_state"], a["d_final_state"])
     )
     some = rule.backward(
-        query=x.q,
-        key=x.k,
-        value=x.v,
+        **x.arguments,
         d_out=a["d_out"].flatten(0, 1)[x.first :],
         d_final_state=d_final,
-        beta=x.beta,
         initial_state=state,
-        actual_seq_lengths=x.lengths,
         scale=a["scale"],
-        g=x.g,
-        use_beta_sigmoid_in_kernel=False,
-        allow_neg_eigval=False,
     )
 
     def whole(like: Tensor, part: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from ...common import gated_delta
 from ...ops.delta_rule.recurrent_gated_delta_rule import Arguments
-from ..common.delta_rules import by_channel, sequences, some_sequences, step
+from ..common.delta_rules import by_channel, sequences, some_sequences, step, turns
 from ..common.precision import accumulator
 
 
@@ -41,9 +41,7 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
     for some in some_sequences(len(lengths), value_heads * key_size * value_size):
         some = some.to(key.device)
         now = _at(state, indices[last[some]], kind)
-        for t in range(int(lengths[some].max())):
-            on = t < lengths[some]
-            token = (starts[some] + t)[on]
+        for on, token in turns(starts[some], lengths[some]):
             q, k = (
                 x[token].to(kind).repeat_interleave(value_heads // heads, 1)
                 for x in (a["query"], key)
