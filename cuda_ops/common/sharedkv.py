@@ -54,12 +54,7 @@ class Source(NamedTuple):
     cmp_length: Any
     tokens: Any
     requests: Any
-    window: Any
-    ratio: Any
-    ori_reach: Any
-    cmp_reach: Any
-    ori_count: Any
-    cmp_count: Any
+    extents: Any  # window, ratio, most keys of a request, most keys named; of rows, of entries
 
 
 class Note(NamedTuple):
@@ -93,6 +88,9 @@ def sums_of(of):
 @triton.jit
 def note_of(row, passed, first, stop, of, P: tl.constexpr):
     """The note of a query row, of which `request_of` says `passed`, `first` and `stop`."""
+    window, ratio = of.extents[0], of.extents[1]
+    ori_reach, cmp_reach = of.extents[2], of.extents[3]
+    ori_count, cmp_count = of.extents[4], of.extents[5]
     request = passed
     inside = row >= 0
     if of.cu_q is not None:
@@ -104,31 +102,31 @@ def note_of(row, passed, first, stop, of, P: tl.constexpr):
         end = tl.minimum(rows.within(used, of.tokens), end)
     left = tl.where(inside, tl.maximum(end - (row - first).to(tl.int32), 0), 0)
     limit = left
-    near = tl.where(left > 0, of.ori_count, 0)
-    far = tl.where(left > 0, of.cmp_count, 0)
+    near = tl.where(left > 0, ori_count, 0)
+    far = tl.where(left > 0, cmp_count, 0)
     closed = 0
     first_row = 0
     first_entry = 0
     if P.SLOTS:
         if of.ori_length is not None:
-            near = tl.minimum(rows.within(tl.load(of.ori_length + row), of.ori_count), near)
+            near = tl.minimum(rows.within(tl.load(of.ori_length + row), ori_count), near)
         if of.cmp_length is not None:
-            far = tl.minimum(rows.within(tl.load(of.cmp_length + row), of.cmp_count), far)
+            far = tl.minimum(rows.within(tl.load(of.cmp_length + row), cmp_count), far)
     else:
-        keys = of.ori_reach
-        closed = of.cmp_reach
+        keys = ori_reach
+        closed = cmp_reach
         if P.KEYS == rows.TND:
-            first_row, keys = _span(of.cu_ori, request, inside, of.ori_reach)
+            first_row, keys = _span(of.cu_ori, request, inside, ori_reach)
             if P.ENTRIES:
-                first_entry, closed = _span(of.cu_cmp, request, inside, of.cmp_reach)
+                first_entry, closed = _span(of.cu_cmp, request, inside, cmp_reach)
         if of.used_kv is not None:
             used = tl.load(of.used_kv + request, mask=inside, other=0)
-            keys = tl.minimum(rows.within(used, of.ori_reach), keys)
+            keys = tl.minimum(rows.within(used, ori_reach), keys)
         limit = tl.where(left > 0, tl.maximum(keys - left + 1, 0), 0)
-        near = tl.minimum(limit, of.window)
+        near = tl.minimum(limit, window)
         if P.ENTRIES:
-            closed = tl.minimum(limit // of.ratio, closed)
-        far = tl.where(limit > 0, of.cmp_count, 0) if P.PICKED else closed
+            closed = tl.minimum(limit // ratio, closed)
+        far = tl.where(limit > 0, cmp_count, 0) if P.PICKED else closed
     return Note(request, limit, near, far, closed, first_row, first_entry)
 
 
@@ -157,22 +155,9 @@ def _note(
     LAYOUT: tl.constexpr,
     P: tl.constexpr,
 ):
+    extents = (window, ratio, ori_reach, cmp_reach, ori_count, cmp_count)
     of = Source(
-        cu_q,
-        used_q,
-        used_kv,
-        cu_ori,
-        cu_cmp,
-        ori_length,
-        cmp_length,
-        tokens,
-        requests,
-        window,
-        ratio,
-        ori_reach,
-        cmp_reach,
-        ori_count,
-        cmp_count,
+        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, extents
     )
     row = tl.program_id(0).to(tl.int64)
     passed, first, stop = rows.request_of(row, sums_of(of), LAYOUT)
@@ -364,8 +349,7 @@ class Keys:
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """Numbers of a deployment, as one argument: what `window` to `cmp_count` are in a source,
-        pages and their sizes."""
+        """Numbers of a deployment, as one argument: `Source.extents`, pages and their sizes."""
         names = ("window", "ratio", "ori_reach", "cmp_reach", "ori_count", "cmp_count")
         sizes = ("ori_pages", "cmp_pages", "ori_size", "cmp_size")
         return (*(self.source[x] for x in names), *(self.arguments[x] for x in sizes))
@@ -449,23 +433,6 @@ def keys(
         HAS_K=False,
         REQUESTS=triton.next_power_of_2(requests + 1) if cu_seqlens_q is not None else 1,
     )
-    source = Source(
-        cu_seqlens_q,
-        seqused_q,
-        seqused_kv,
-        cu_seqlens_ori_kv,
-        cu_seqlens_cmp_kv,
-        ori_topk_length,
-        cmp_topk_length,
-        tokens,
-        requests,
-        window,
-        max(cmp_ratio, 1),
-        ori_reach,
-        cmp_reach,
-        ori_count,
-        cmp_count,
-    )
     return Keys(
         count=count,
         near=ori_count if slots else window,
@@ -485,7 +452,23 @@ def keys(
             for x in (ori_index, cmp_index, ori_block_table, cmp_block_table)
         ),
         places=places,
-        source=source._asdict(),
+        source=dict(
+            cu_q=cu_seqlens_q,
+            used_q=seqused_q,
+            used_kv=seqused_kv,
+            cu_ori=cu_seqlens_ori_kv,
+            cu_cmp=cu_seqlens_cmp_kv,
+            ori_length=ori_topk_length,
+            cmp_length=cmp_topk_length,
+            tokens=tokens,
+            requests=requests,
+            window=window,
+            ratio=max(cmp_ratio, 1),
+            ori_reach=ori_reach,
+            cmp_reach=cmp_reach,
+            ori_count=ori_count,
+            cmp_count=cmp_count,
+        ),
         layout=layout,
     )
 

@@ -128,14 +128,14 @@ def put_rotary(words, right):
 @gluon.jit
 def scales_of(entry, tiles, outer, inner, valid, caches, strides, P: gl.constexpr):
     """Both halves' exponents of keys of a row."""
-    at = caches.ori + (outer * strides[10] + caches.ori_size * 144 + inner * 2)
+    at = caches.ori + (outer * strides[10] + caches.extents[8] * 144 + inner * 2)
     there = valid
     if P.ENTRIES:
         there = valid & (entry < tiles * 64)
     low = gl.load(at, mask=there, other=0)
     high = gl.load(at + 1, mask=there, other=0)
     if P.ENTRIES:
-        at = caches.cmp + (outer * strides[11] + caches.cmp_size * 144 + inner * 2)
+        at = caches.cmp + (outer * strides[11] + caches.extents[9] * 144 + inner * 2)
         there = valid & (entry >= tiles * 64)
         low = gl.where(there, gl.load(at, mask=there, other=0), low)
         high = gl.where(there, gl.load(at + 1, mask=there, other=0), high)

@@ -33,10 +33,7 @@ class Caches(NamedTuple):
     cmp_index: Any
     ori_table: Any
     cmp_table: Any
-    ori_pages: Any
-    cmp_pages: Any
-    ori_size: Any
-    cmp_size: Any
+    extents: Any  # of a source, then pages of both and rows of a page
 
 
 @gluon.jit
@@ -97,12 +94,12 @@ def keys_of(entry, tiles, of_near, of_far, note, caches, strides, P: gl.constexp
     near, far = _either(entry, tiles, P)
     table = sharedkv.of_row(caches.ori_table, note.request, strides[4])
     outer, inner, valid = sharedkv.near_place(
-        near, of_near, note, table, caches.ori_pages, caches.ori_size, P
+        near, of_near, note, table, caches.extents[6], caches.extents[8], P
     )
     if P.ENTRIES:
         table = sharedkv.of_row(caches.cmp_table, note.request, strides[5])
         far_outer, far_inner, far_valid = sharedkv.far_place(
-            far, of_far, note, table, caches.cmp_pages, caches.cmp_size, P
+            far, of_far, note, table, caches.extents[7], caches.extents[9], P
         )
         outer = gl.where(valid, outer, far_outer)
         inner = gl.where(valid, inner, far_inner)

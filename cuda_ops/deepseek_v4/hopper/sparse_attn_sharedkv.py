@@ -186,47 +186,10 @@ def _attend(
     UNIT: gl.constexpr,
 ):
     gdc_wait()
-    (
-        window,
-        ratio,
-        ori_reach,
-        cmp_reach,
-        ori_count,
-        cmp_count,
-        ori_pages,
-        cmp_pages,
-        ori_size,
-        cmp_size,
-    ) = extents
     of = sharedkv.Source(
-        cu_q,
-        used_q,
-        used_kv,
-        cu_ori,
-        cu_cmp,
-        ori_length,
-        cmp_length,
-        tokens,
-        requests,
-        window,
-        ratio,
-        ori_reach,
-        cmp_reach,
-        ori_count,
-        cmp_count,
+        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, extents
     )
-    caches = Caches(
-        ori,
-        cmp,
-        ori_index,
-        cmp_index,
-        ori_table,
-        cmp_table,
-        ori_pages,
-        cmp_pages,
-        ori_size,
-        cmp_size,
-    )
+    caches = Caches(ori, cmp, ori_index, cmp_index, ori_table, cmp_table, extents)
     to = Output(out, partial, partial_max, partial_sum, lse, lse, sinks)
     # the queries: copies of 128 threads, and the number of steps
     tiles = tiles_of(ori.dtype.element_ty, 0, [3, 128], 128, 128, 129)

@@ -78,34 +78,8 @@ def _attend(
 ):
     """PACKED: rows of 584 bytes, as words."""
     gdc_wait()
-    (
-        window,
-        ratio,
-        ori_reach,
-        cmp_reach,
-        ori_count,
-        cmp_count,
-        ori_pages,
-        cmp_pages,
-        ori_size,
-        cmp_size,
-    ) = extents
     of = sharedkv.Source(
-        cu_q,
-        used_q,
-        used_kv,
-        cu_ori,
-        cu_cmp,
-        ori_length,
-        cmp_length,
-        tokens,
-        requests,
-        window,
-        ratio,
-        ori_reach,
-        cmp_reach,
-        ori_count,
-        cmp_count,
+        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, extents
     )
     (
         q_row,
@@ -163,16 +137,16 @@ def _attend(
         sharedkv.of_row(cmp_index, row, cmp_index_row),
         sharedkv.of_row(ori_table, note.request, ori_table_row),
         sharedkv.of_row(cmp_table, note.request, cmp_table_row),
-        ori_pages,
-        cmp_pages,
-        ori_size,
-        cmp_size,
+        extents[6],
+        extents[7],
+        extents[8],
+        extents[9],
         P,
     )
     places.store(gl.where(valid, outer * outer_step + inner * inner_step, -1).to(gl.int32))
     if PACKED:
         page = gl.where(is_near, ori_page, cmp_page)
-        size = gl.where(is_near, ori_size, cmp_size)
+        size = gl.where(is_near, extents[8], extents[9])
         offsets = gl.allocate_shared_memory(gl.int64, [BLOCK_N], FLAT)
         offsets.store(gl.where(valid, outer * page + size * 144 + inner * 2, -1).to(gl.int64))
         _unpack(base, places, offsets, left, right, UNIT, WARPS)
