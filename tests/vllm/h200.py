@@ -41,6 +41,7 @@ if DEVICE == "cpu":
     COUNTS, REQUESTS, NEW, CONTEXT = (1, 4), 4, 16, 512
 MEMORY = "/dev/shm"  # for checkpoints of 10 GB
 LIMIT = int(os.environ.get("LIMIT", 190))  # seconds of a part
+RUNS = 4  # of each number of requests, the best counts
 TOGETHER = 6  # engines at a time
 ASKED: list[str] = []  # the requests of this process
 CACHE = 6 << 30  # bytes of each
@@ -125,12 +126,15 @@ def judge(
     return Verdict(same, worst, wrong)
 
 
-def generate(engine: Any, texts: list[list[int]], count: int) -> list[list[int]]:
+def exactly(count: int) -> Any:
     from vllm import SamplingParams
 
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+
+
+def generate(engine: Any, texts: list[list[int]], count: int) -> list[list[int]]:
     asked = [{"prompt_token_ids": each} for each in texts]
-    given = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-    outputs = engine.generate(asked, given, use_tqdm=False)
+    outputs = engine.generate(asked, exactly(count), use_tqdm=False)
     return [list(each.outputs[0].token_ids) for each in outputs]
 
 
@@ -141,12 +145,9 @@ class Times(NamedTuple):
 
 def begin(engine: Any, texts: list[list[int]], count: int) -> Any:
     """What makes steps, asked for that many tokens of each."""
-    from vllm import SamplingParams
-
-    given = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
     for text in texts:
         ASKED.append(str(len(ASKED)))
-        engine.llm_engine.add_request(ASKED[-1], {"prompt_token_ids": text}, given)
+        engine.llm_engine.add_request(ASKED[-1], {"prompt_token_ids": text}, exactly(count))
     return engine.llm_engine
 
 
@@ -223,7 +224,8 @@ def tell(root: Path, what: signal.Signals) -> None:
 
 @contextmanager
 def alone(root: Path) -> Iterator[None]:
-    """The other parts stop meanwhile."""
+    """The other parts stop meanwhile, each in its turn."""
+    time.sleep(0.2)  # who waits has the lock by now
     with (root / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         tell(root, signal.SIGSTOP)
@@ -299,8 +301,10 @@ def run(part: Part, root: Path, told: Path | None) -> Iterator[dict[str, Any]]:
     known: dict[str, Any] = dict(start=time.perf_counter() - begun, times=[])
     yield known
     for count in COUNTS:
-        with alone(root):
-            runs = [timed(engine, prompts(sized, 100 * n + count, count)) for n in (1, 2, 3)]
+        runs = []
+        for n in range(RUNS):
+            with alone(root):
+                runs.append(timed(engine, prompts(sized, 100 * n + count, count)))
         known["times"].append([max(each) for each in zip(*runs, strict=True)])
         yield known
     if told is not None:

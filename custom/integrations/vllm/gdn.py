@@ -18,6 +18,7 @@ from typing_extensions import override  # of torch
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import (
     OlmoHybridGatedDeltaNetAttention,
 )
@@ -36,6 +37,9 @@ from ...delta_rule import (
 from ...gated_norm import npu_gated_rms_norm
 from ..kernels import normalised
 from .modes import check_modes
+
+# formats of weights as an engine keeps them, which come by no loader of theirs
+AS_KEPT = ("ipc_cache", "runai_streamer_sharded", "sharded_state", "tensorizer")
 
 
 class DeltaRule:
@@ -225,11 +229,31 @@ class GatedDelta(DeltaRule, QwenGatedDeltaNetAttention):
     def __init__(self, config: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         check_rule_modes(vllm_config)
         super().__init__(config, vllm_config, *args, **kwargs)
+        self.by_key_heads = self.gqa_interleaved_layout  # Qwen3-Next
+        unquantised = type(self.in_proj_qkvz.quant_method) is UnquantizedLinearMethod
+        if self.by_key_heads and unquantised and vllm_config.load_config.load_format not in AS_KEPT:
+            values = self.num_v_heads // self.num_k_heads
+            k, v = self.head_k_dim, self.head_v_dim * values
+            self.load_by_kind(self.in_proj_qkvz.weight, [k, k, v, v])
+            self.load_by_kind(self.in_proj_ba.weight, [values, values])
+            self.by_key_heads = False
+
+    def load_by_kind(self, weight: Any, sizes: list[int]) -> None:
+        """Once here instead of every step's outputs: a rank's rows of all queries, then of all keys
+        and so on, where a checkpoint has `sizes` of a key head side by side."""
+        theirs = weight.weight_loader
+
+        def load(param: Tensor, loaded_weight: Any, *shard: Any) -> None:
+            rows = loaded_weight[:].unflatten(0, (self.tp_size, -1, sum(sizes)))
+            kinds = [each.flatten(1, 2) for each in rows.split(sizes, 2)]
+            theirs(param, torch.cat(kinds, 1).flatten(0, 1), *shard)
+
+        weight.weight_loader = load
 
     @override
     def forward(self, hidden_states: Tensor) -> Tensor:
         qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
-        if self.gqa_interleaved_layout:  # Qwen3-Next: by key heads
+        if self.by_key_heads:
             q, k, v, z, b, a = self.fix_query_key_value_ordering(qkvz, ba)
             qkvz = torch.cat([each.flatten(1) for each in (q, k, v, z)], -1)
             ba = torch.cat([b, a], -1)
