@@ -13,7 +13,7 @@ A profile of each part says where a step's time goes, on the GPU and on the host
 
 No compiled extension of vLLM is needed: a wheel without its .so files, with tests/vllm/extension.py
 as `vllm/_C_stable_libtorch.py` and empty `vllm/vllm_flash_attn/_vllm_fa{2,3}_C.py`, will do.
-Engines start side by side; what is timed runs alone.
+Engines start side by side; what is timed runs alone.  Parts `-two` take two cards.
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ PARTS = {
     "deepseek-whole": Part("DeepSeek-V3.2", WHOLE),
     "next-eager-vllm": Part("Qwen3-Next", ours=False, options=TRITON),
     "glm-shared": Part("GLM-5.2 (shared selections)", "PIECEWISE"),
+    "next-two": Part("Qwen3-Next", WHOLE, options=dict(TRITON, tensor_parallel_size=2)),
+    "next-two-vllm": Part(
+        "Qwen3-Next", WHOLE, ours=False, options=dict(TRITON, tensor_parallel_size=2)
+    ),
+    "deepseek-two": Part("DeepSeek-V3.2", WHOLE, options=dict(tensor_parallel_size=2)),
     "qwen3.5": Part("Qwen3.5", WHOLE, options=TRITON),
     "qwen3.5-vllm": Part("Qwen3.5", WHOLE, ours=False, options=TRITON),
 }
@@ -248,13 +253,7 @@ def start(part: Part, model: Any, folder: Path) -> Any:
     """The engine, with the model's weights."""
     # after the model: vLLM puts its own configurations into Transformers
     from vllm import LLM
-    from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
-    from vllm.v1.worker import gpu_worker
 
-    # imports all models for kernels that these do not have
-    gpu_worker.kernel_warmup = lambda worker: None
-    # a check for experts, which these models do without
-    Qwen3NextForCausalLM.set_moe_parameters = lambda self: None
     config = model.config
     if any(getattr(config, "indexer_types", None) or []):
         config.index_topk_pattern = "".join(each[0].upper() for each in config.indexer_types)
@@ -279,6 +278,8 @@ def start(part: Part, model: Any, folder: Path) -> Any:
         enforce_eager=part.graph is None,
         compilation_config=compilation,
         kernel_config=NATIVE,
+        worker_extension_cls="tests.vllm.gpu_worker.Extension",
+        disable_custom_all_reduce=True,  # a compiled extension
         seed=0,
         **{"enable_prefix_caching": False, **part.options},
     )
@@ -330,6 +331,8 @@ def answer(name: str, root: Path, told: Path | None) -> tuple[dict[str, Any], st
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # compiled as well
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # its runner V2 asks a compiled extension for a view of pinned memory
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
