@@ -20,11 +20,35 @@ def _fused_a_gemm(out: Tensor, a: Tensor, b: Tensor, pdl: bool) -> None:
     torch.mm(a, b, out=out)
 
 
+def _vocab_parallel_embedding(
+    out: Tensor,
+    ids: Tensor,
+    weight: Tensor,
+    first: int,
+    last: int,
+    padding: int,
+    first_added: int,
+    last_added: int,
+) -> None:
+    """Of a rank's own rows; zeros for the others'."""
+    own, added = [
+        (ids >= begin) & (ids < end) for begin, end in ((first, last), (first_added, last_added))
+    ]
+    row = torch.where(added, ids - first_added + last - first + padding, ids - first)
+    mine = own | added
+    out.copy_(weight[row.long() * mine] * mine[:, None])
+
+
 for _schema, _function in (
     ("cutlass_scaled_mm_supports_fp8(int c) -> bool", lambda c: False),
     ("cutlass_scaled_mm_supports_block_fp8(int c) -> bool", lambda c: False),
     ("silu_and_mul(Tensor(a!) out, Tensor x) -> ()", _silu_and_mul),
     ("dsv3_fused_a_gemm(Tensor(a!) out, Tensor a, Tensor b, bool pdl) -> ()", _fused_a_gemm),
+    (
+        "vocab_parallel_embedding(Tensor(a!) out, Tensor ids, Tensor weight, int first, int last,"
+        " int padding, int first_added, int last_added) -> ()",
+        _vocab_parallel_embedding,
+    ),
     # which keeps it alive, for that matter
     ("weak_ref_tensor(Tensor(a) x) -> Tensor(a)", lambda x: x),
 ):
