@@ -14,6 +14,9 @@ within a warp; the second takes the sum over heads, with keys as its rows for th
 given `softmax_lse` saves the first.  _loss_kernel normalises a row and takes its loss.
 
     condition                                        kernels
+    Hopper, up to 128 heads (32 and fewer: with      hopper/indexer_loss_narrow.py
+      their lse), D 64, 128 or 256, no rope,
+      K up to 4096, aligned rows
     Hopper, up to 128 heads (64 and fewer: with      _slots_kernel then hopper/indexer_loss.py then
       their lse), D above 256, aligned rows          _loss_kernel
     else                                             _target_kernel then _loss_kernel
@@ -47,6 +50,7 @@ from ..common.loss import (
 )
 from ..runtime import launches
 from .hopper import indexer_loss as hopper
+from .hopper import indexer_loss_narrow as narrow
 
 
 @triton.jit
@@ -309,6 +313,20 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         return loss.zero_(), target
     D0, D1 = parts(D)
     DR = 0 if query_rope is None else query_rope.shape[-1]
+    if narrow.supports(query, key, query_rope, softmax_lse, K):
+        narrow.launch(
+            query,
+            key,
+            indices,
+            softmax_lse,
+            x["index_score"],
+            target,
+            loss,
+            x["scaling"],
+            chunk_offset,
+            x["eps"],
+        )
+        return loss, target
     if hopper.supports(query, key, query_rope, key_rope, softmax_lse):
         _on_hopper(
             query,

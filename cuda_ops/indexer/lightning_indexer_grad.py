@@ -7,8 +7,10 @@
 
 One program a query row and tile of heads; d_key is added up as scatter.py says.
 
-    condition    kernels
-    any          _gradients
+    condition                                          kernels
+    Hopper, 33 to 64 heads, D 64 or 128, evenly        hopper/lightning_indexer_grad.py
+      spaced and aligned rows, sums by atomics
+    else                                               _gradients
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from ..common import rows, scatter
 from ..common.selection import selected
 from ..runtime import launches
 from . import lightning_indexer
+from .hopper import lightning_indexer_grad as hopper
 
 
 @triton.jit(
@@ -132,8 +135,36 @@ def backward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
     # 128 heads of 128 at once: the query's tile and its gradient fill the registers
     h_tile = max(16, min(triton.next_power_of_2(heads), 128 * 128 // d_tile))
 
+    on_hopper = hopper.supports(q, key, plan)
+
     def launch(mode: int, sums: Sequence[Tensor], peaks: Tensor) -> None:
-        if query.numel():
+        if not query.numel():
+            return
+        if on_hopper and mode == scatter.PLAIN.value:
+            hopper.launch(
+                plan.rows,
+                query=q,
+                key=key,
+                weights=w,
+                dy=grad,
+                indices=index,
+                d_query=d_query,
+                d_weights=d_weights,
+                sums=sums[0],
+                entries=index.shape[1],
+                **plan.arguments,
+                strides=(
+                    *q.stride()[:2],
+                    w.stride(0),
+                    key.stride(-3),
+                    grad.stride(0),
+                    index.stride(0),
+                ),
+                HEADS=heads,
+                D=dim,
+                LAYOUT=plan.layout,
+            )
+        else:
             launches.kernel(_gradients, plan.rows * triton.cdiv(heads, h_tile))(
                 q,
                 key,

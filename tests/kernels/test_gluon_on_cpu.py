@@ -33,8 +33,18 @@ if INTERPRETED:
     pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
 
 from custom.cuda_ops.attention import fused_attention, fused_attention_backward
-from custom.cuda_ops.common import attention_tiles, gluon_names, handover, lengths, rows, selection
+from custom.cuda_ops.common import (
+    attention_tiles,
+    gluon_names,
+    handover,
+    lengths,
+    loss,
+    rows,
+    scatter,
+    selection,
+)
 from custom.cuda_ops.common.topk import EVERY
+from custom.cuda_ops.indexer import indexer_loss, lightning_indexer_grad
 from custom.cuda_ops.prolog import (
     nz_matmul,
     quantised_matmul,
@@ -45,6 +55,8 @@ from custom.cuda_ops.sparse_attention import sparse_flash_attention
 from custom.cuda_ops.sparse_attention.hopper import sparse_flash_attention_decode as decode
 from custom.dispatch.reference.attention import fused_attention as reference
 from custom.dispatch.reference.attention import fused_attention_backward as reference_backward
+from custom.dispatch.reference.indexer import indexer_loss as reference_loss
+from custom.dispatch.reference.indexer import lightning_indexer_grad as reference_grad
 
 import custom
 from custom import to_nz
@@ -306,6 +318,91 @@ def test_prefix_sums_that_fall(rows, heads, indexed):
         got = launched("lightning_indexer", **every)
     assert len(indexed) == 1
     assert_top(every, *got)
+
+
+def of_loss(heads: int, size: int, S: int, S2: int, K: int, lse: bool) -> dict:
+    """With slots that do not count, equal ones, a row of none, an infinite key that none names."""
+    dtype = torch.float16 if heads % 2 else torch.bfloat16
+    query, key = torch.randn(2, heads, S, size).to(dtype), torch.randn(2, S2, size).to(dtype)
+    index = torch.randint(-2, S2 + 2, (2, S, K))
+    index[0, 1], index[1, 0, 64:], index[index == 5] = -1, -1, 6
+    key[:, 5] = torch.inf
+    given = dict(query=query, key=key, index_score=torch.randn(2, S, K).to(dtype), indices=index)
+    given |= dict(scaling=size**-0.5, chunk_offset=S2 - S, eps=1e-10, query_rope=None)
+    statistics = None
+    if lse:
+        rows = torch.arange(S)[:, None] + S2 - S
+        valid = (index >= 0) & (index <= rows) & (index < S2)
+        every = (query.float() @ key.float()[:, None].mT) * size**-0.5
+        at = index.clamp(0, S2 - 1)[:, None].expand(-1, heads, -1, -1)
+        statistics = every.gather(-1, at).masked_fill(~valid[:, None], -torch.inf).logsumexp(-1)
+    return given | dict(key_rope=None, softmax_lse=statistics)
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "lse"),
+    [(5, 64, True), (64, 128, True), (64, 128, False), (35, 64, False), (100, 128, False)],
+)
+def test_loss_of_narrow_keys(heads, size, lse, monkeypatch):
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
+    stand_in(monkeypatch, loss, indexer_loss, hopper.indexer_loss_narrow)
+    calls = []
+    launch = hopper.indexer_loss_narrow.launch
+    monkeypatch.setattr(
+        hopper.indexer_loss_narrow, "launch", lambda *x: (calls.append(x), launch(*x))
+    )
+    given = of_loss(heads, size, 3, 150, 130, lse)
+    got = indexer_loss.forward(**given)
+    assert len(calls) == 1
+    wide = {name: given[name].double() for name in ("query", "key", "index_score")}
+    for one, want in zip(got, reference_loss.forward(**given | wide), strict=True):
+        torch.testing.assert_close(one.double(), want, rtol=1e-4, atol=2e-6)
+
+
+GRADIENTS = {
+    "one request": dict(N=64, R=128, B=1, S=3, keys="BSND", S2=200, K=130),
+    "padded rows": dict(N=40, R=64, B=2, S=3, keys="BSND", S2=90, rows=[3, 1], K=70),
+    "packed": dict(
+        N=64,
+        R=64,
+        B=3,
+        S=3,
+        query="TND",
+        keys="TND",
+        rows=[1, 1, 5],
+        lengths=[20, 20, 150],
+        S2=60,
+        K=30,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_gradient_of_the_indexer(case, monkeypatch):
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
+    grad = hopper.lightning_indexer_grad
+    stand_in(monkeypatch, rows, selection, scatter, hopper.rows, lightning_indexer_grad, grad)
+    calls = []
+    launch = grad.launch
+    monkeypatch.setattr(grad, "launch", lambda *x, **y: (calls.append(x), launch(*x, **y)))
+    attention, every = arguments(torch.bfloat16, **GRADIENTS[case])
+    index = attention["sparse_indices"]
+    given = dict(
+        query=every["query"],
+        key=every["key"],
+        weights=every["weights"],
+        dy=torch.randn(index.shape).to(torch.bfloat16),
+        sparse_indices=index,
+        layout=every["layout_query"],
+        sparse_mode=3,
+        actual_seq_lengths_query=every["actual_seq_lengths_query"],
+        actual_seq_lengths_key=every["actual_seq_lengths_key"],
+    )
+    got = lightning_indexer_grad.backward(**given)
+    assert len(calls) == 1
+    wide = {name: given[name].double() for name in ("query", "key", "weights", "dy")}
+    for one, want in zip(got, reference_grad.backward(**given | wide), strict=True):
+        near(one, want)
 
 
 def normal(*shape, std=1.0):

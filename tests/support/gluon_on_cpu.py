@@ -363,11 +363,11 @@ class At:
     order: object = list
 
 
-def _atomic_add(pointer, value, sem=None, scope=None):
-    memory, at, _ = pointer.memory(None)
+def _atomic_add(pointer, value, mask=None, sem=None, scope=None):
+    memory, at, mask = pointer.memory(mask)
     with _ATOMIC:
         before = memory[at].clone()
-        memory[at] += value
+        memory.index_put_((at[mask],), _block(value).expand(at.shape)[mask], accumulate=True)
     return _block(before)
 
 

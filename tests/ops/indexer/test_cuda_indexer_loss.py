@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The indexer loss's CUDA kernels: the one for Hopper and the plain one in float64, their memory.
+"""The indexer loss's CUDA kernels: those for Hopper and the plain one in float64, their memory.
 (test_cuda_delta_rule.py runs the plain ones under the interpreter.)"""
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 import torch
@@ -14,19 +16,24 @@ import custom
 
 from ...support.kernels import gpu, hopper
 
+# heads and their size
+WIDE = [(128, 576), (65, 320), (96, 576), (64, 576), (16, 576), (3, 320)]
+NARROW = [(64, 128), (100, 128), (33, 64), (5, 64), (40, 256)]
+
 
 @hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("split", [False, True], ids=["joined", "rope apart"])
 @pytest.mark.parametrize(
-    "heads,size", [(128, 576), (65, 320), (96, 576), (64, 576), (16, 576), (3, 320)]
+    "sizes,split",
+    [*product(WIDE, (False, True)), *product(NARROW, (False,))],
+    ids=lambda x: {False: "joined", True: "rope apart"}.get(x, str(x)),
 )
-def test_both_kernels_equal_float64(heads, size, split, dtype, monkeypatch):
+def test_both_kernels_equal_float64(sizes, split, dtype, monkeypatch):
     """As near as test_indexer_loss.py asks of smaller cases; with log-sum-exps given too."""
     from custom.cuda_ops.common import gpu
     from custom.cuda_ops.indexer import indexer_loss
 
-    B, S, S2, K = 2, 37, 150, 130
+    (heads, size), (B, S, S2, K) = sizes, (2, 37, 150, 130)
     query = torch.randn(B, heads, S, size).to(dtype).cuda()
     key = torch.randn(B, S2, size).to(dtype).cuda()
     score = torch.randn(B, S, K).to(dtype).cuda()

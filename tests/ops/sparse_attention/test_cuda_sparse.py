@@ -241,6 +241,10 @@ if ON_GPU:
         "128 heads, plain": MANY_HEADS,
         "72 heads, packed": MANY_HEADS
         | dict(N=72, query="TND", keys="TND", rows=[3, 12], lengths=[50, 512]),
+        "64 index heads": dict(N=64, R=128, S=6, keys="BSND", S2=300, K=200),
+        "40 index heads, packed": dict(
+            N=40, R=64, S=6, query="TND", keys="TND", rows=[3, 12], lengths=[50, 192], K=70
+        ),
         "24 heads, no keys": MANY_HEADS | dict(N=24, lengths=[0, 130], K=70),
     }
 
