@@ -9,14 +9,15 @@
     S = exp(G_last) S + (exp(G_last - G) k)^T N
 
 exp(G_i - G_j) is no product of a number of i and one of j that stay in range.  A chunk is four
-parts of 16 tokens.  For i in a later part than j, with R the G before i's part, it is exp(G_i - R)
-exp(R - G_j), and no exponent is above 0: the cube makes these A and P.  Within a part the vector
-cores do, one token j at a time.
+parts of 16 tokens.  With R the G in the middle of i's part, it is exp(G_i - R) exp(R - G_j), which
+the cube multiplies.  A channel that goes further from there than REACH has the part's begin for R
+as i's, and its end as j's: then no exponent is above 0, pairs within the part get too little, and
+the vector cores make the rest of them, one token j at a time.  Bounded gates never go so far.
 
-    factors    vector cores    by chunk: what the cube multiplies, here and in the walk; A and P of
-                               tokens of one part
-    products   cube            by chunk: A and P of tokens of two parts
-    triangles  vector cores    by chunk: T, by elimination
+    factors    vector cores    by chunk: what the cube multiplies, here and in the walk; of parts
+                               with a channel that goes far, what is left of A and P
+    products   cube            by chunk: A and P
+    triangles  vector cores    by chunk: both with what was left, and T, by elimination
     walk       cube + vector   over a sequence, VALUE_TILE columns of a head: outputs, states
 
 A, P and T lie transposed, as they are made.  In the walk the cube stores and loads what it makes of
@@ -43,13 +44,14 @@ from ..common import cores, entry, tiling, tune, tuples
 from ..common.front_end import extract_slice, insert_slice
 from ..common.lengths import within
 from ..common.rates import rate_of
-from .fused_sigmoid_gating_delta_rule_update import _softplus
 
 CHUNK = tl.constexpr(64)
 ROWS = tl.constexpr(16)  # tokens of a part of a chunk
+LOWER = tl.constexpr(160)  # rows of `lower` of a chunk: the parts up to each of its four
 LARGEST = 128  # key size; of values twice as much
 # exp() of it is 0 in float32; minus infinity times 0 would be none
 _LEAST = tl.constexpr(-100.0)
+ALL = tl.constexpr(tl.PropagateNan.ALL)
 GIVEN, SOFTPLUS, BOUNDED = 0, 1, 2  # what `g` is
 
 
@@ -74,18 +76,36 @@ def _here(before, chunks, since, most):
 
 @triton.jit
 def _logarithm(x, rate, lower_bound, GATE: tl.constexpr):
-    """The decay's, not below that of what is 0 in float32."""
+    """The decay's, not below that of what is 0 in float32.  Behind 20 softplus is its argument, to
+    the last bit."""
     if GATE == 1:
-        x = -rate * _softplus(x, 1.0, 20.0)
+        e = tl.exp(-tl.abs(x))
+        u = e + 1.0
+        # log(1 + e), with what u has been rounded by
+        rest = tl.log(u) + (e - (u - 1.0))
+        x = (tl.maximum(x, 0.0, propagate_nan=ALL) + rest) * -rate
     elif GATE == 2:
         x = lower_bound / (1.0 + tl.exp(-rate * x))
-    return tl.where(x < _LEAST, _LEAST, x)
+    return tl.maximum(x, _LEAST, propagate_nan=ALL)
 
 
 @triton.jit
-def _unit(x, NORM: tl.constexpr):
+def _unit(x, scale, NORM: tl.constexpr):
+    """Rows of length `scale`, or multiplied by it."""
     if NORM:
-        x = x / tl.sqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+        x = x * (scale / tl.sqrt(tl.sum(x * x, 1) + 1e-6))[:, None]
+    else:
+        x = x * scale
+    return x
+
+
+@triton.jit
+def _sums(x, KEY: tl.constexpr):
+    """Of a part's rows up to each."""
+    for step in tl.static_range(4):
+        more = extract_slice(x, (2**step, 0), (ROWS - 2**step, KEY), (1, 1))
+        more += extract_slice(x, (0, 0), (ROWS - 2**step, KEY), (1, 1))
+        x = insert_slice(x, more, (2**step, 0), (ROWS - 2**step, KEY), (1, 1))
     return x
 
 
@@ -121,6 +141,7 @@ class Factors(NamedTuple):
     keys: Tensor
     left: Tensor
     fades: Tensor
+    strong: Tensor
 
 
 class Whole(NamedTuple):
@@ -132,9 +153,10 @@ class Whole(NamedTuple):
 
 
 @triton.jit
-def _near(q_tile, k_tile, since, alike, seen, START: tl.constexpr, KEY: tl.constexpr):
-    """Of a part's A and P what its tokens from START to START + 8 are to those from START on: one
-    exponential a pair.  Of tokens before them it may be infinite, and is not taken."""
+def _near(q_tile, k_tile, since, weight, alike, seen, START: tl.constexpr, KEY: tl.constexpr):
+    """Of a part's A and P what its tokens from START to START + 8 are to those from START on, with
+    a weight by channel: one exponential a pair.  Of tokens before them it may be infinite, and is
+    not taken."""
     HALF: tl.constexpr = ROWS // 2
     LEFT: tl.constexpr = ROWS - START
     q_here = extract_slice(q_tile, (START, 0), (LEFT, KEY), (1, 1))
@@ -143,7 +165,7 @@ def _near(q_tile, k_tile, since, alike, seen, START: tl.constexpr, KEY: tl.const
     for r in range(START, START + HALF):
         g_row = extract_slice(since, (r, 0), (1, KEY), (1, 1))
         k_row = extract_slice(k_tile, (r, 0), (1, KEY), (1, 1))
-        faded = tl.exp(g_here - g_row) * k_row
+        faded = tl.exp(g_here - g_row) * (k_row * weight)
         on_q = tl.sum(q_here * faded, 1)
         on_k = tl.sum(k_here * faded, 1)
         seen = insert_slice(seen, on_q[None], (r, START), (1, LEFT), (1, 1))
@@ -155,8 +177,8 @@ def _near(q_tile, k_tile, since, alike, seen, START: tl.constexpr, KEY: tl.const
 def factors(
     given: Given,
     bounds,
-    alike,
-    seen,
+    near_alike,
+    near_seen,
     to: Factors,
     whole: Whole,
     of: Round,
@@ -176,12 +198,15 @@ def factors(
     GRAD: tl.constexpr,
     multibuffer: tl.constexpr,
 ):
-    """Of every chunk, by parts of 16 tokens: A and P within a part [chunks, HV, 64, 64], and 0
-    behind it; what `products` makes the rest of; scale exp(G) q, -exp(G) k and exp(G_last - G) k
-    [chunks, HV, 64, K]; exp(G_last) [chunks, HV, K].  For a gradient exp(G) k, and in float32 G, k
-    and scale q."""
+    """Of every chunk what `products` multiplies; scale exp(G) q, -exp(G) k and exp(G_last - G) k
+    [chunks, HV, 64, K]; exp(G_last) [chunks, HV, K].  By parts of 16 tokens whether a channel goes
+    far [chunks, HV, 4], and what is then left of A and P [chunks, HV, 64, 16].  For a gradient
+    exp(G) k, and in float32 G, k and scale q."""
+    PARTS: tl.constexpr = CHUNK // ROWS
+    ABSENT: tl.constexpr = float("-inf") if GATE else 0.0
+    # two of them in float32, and in halves; what bounded gates reach is 40
+    REACH: tl.constexpr = 43.0 if to.upper.dtype.element_ty == tl.bfloat16 else 4.0
     row = tl.arange(0, ROWS)
-    f = row.to(tl.float32)  # which the vector unit compares as they are
     d = tl.arange(0, KEY)
     one = tl.zeros((1,), tl.int32)  # a scalar of the vector unit
     turn = tl.program_id(0)
@@ -206,80 +231,91 @@ def factors(
             running = tl.zeros((1, KEY), tl.float32)
             # a tile that is the same in every turn would stay in UB
             rest = tl.broadcast_to(first.to(tl.float32) * 0.0, (CHUNK - ROWS, KEY))
+            older = tl.zeros((1, KEY), tl.float32)
+            newer = tl.zeros((1, KEY), tl.float32)
             for part in range(0, CHUNK, ROWS):
                 i = part + row
                 there = (i < size - first)[:, None]
                 token = (start + first + i).to(tl.int64)[:, None]
                 rows = place * (CHUNK * KEY) + i[:, None] * KEY + d[None]
                 beside = rows if GRAD else rows + place * (CHUNK * KEY)
-                x = tl.load(of_g + token * g_stride.token + d[None], mask=there, other=0.0)
+                # no decay where there is no token
+                x = tl.load(of_g + token * g_stride.token + d[None], mask=there, other=ABSENT)
                 x = x.to(tl.float32)
                 if BIAS:
                     x += tl.load(given.dt_bias + head * KEY + d).to(tl.float32)[None]
-                decay = tl.where(there, _logarithm(x, rate, lower_bound, GATE), 0.0)
-                since = decay  # up to each token, from the part's first on
-                gained = tl.zeros((1, KEY), tl.float32)
-                for r in range(0, ROWS):
-                    gained += extract_slice(decay, (r, 0), (1, KEY), (1, 1))
-                    since = insert_slice(since, gained, (r, 0), (1, KEY), (1, 1))
+                decay = _logarithm(x, rate, lower_bound, GATE)
+                since = _sums(decay, KEY)  # up to each token, from the part's first on
+                gained = extract_slice(since, (ROWS - 1, 0), (1, KEY), (1, 1))
                 k_tile = tl.load(of_k + token * k_stride.token + d[None], mask=there, other=0.0)
-                k_tile = _unit(k_tile.to(tl.float32), NORM)
+                k_tile = _unit(k_tile.to(tl.float32), 1.0, NORM)
                 q_tile = tl.load(of_q + token * q_stride.token + d[None], mask=there, other=0.0)
-                q_tile = _unit(q_tile.to(tl.float32), NORM) * scale
+                q_tile = _unit(q_tile.to(tl.float32), scale, NORM)
                 if GRAD:
                     tl.store(whole.total + rows, running + since)
                     tl.store(whole.units + rows, k_tile)
                     tl.store(whole.scaled + rows, q_tile)
-                on_k = tl.zeros((ROWS, ROWS), tl.float32)
-                on_q = tl.zeros((ROWS, ROWS), tl.float32)
-                # a row of a tile is taken out of what made the tile, unless it was put there
-                zero = tl.minimum(work, 0)
-                k_tile = insert_slice(decay, k_tile, (zero, 0), (ROWS, KEY), (1, 1))
-                on_k, on_q = _near(q_tile, k_tile, since, on_k, on_q, 0, KEY)
-                on_k, on_q = _near(q_tile, k_tile, since, on_k, on_q, ROWS // 2, KEY)
-                on_k = tl.where(f[:, None] < f[None], on_k, 0.0)
-                on_q = tl.where(f[:, None] <= f[None], on_q, 0.0)
-                tile = place * (CHUNK * CHUNK) + part + row[None]
-                tl.store(seen + tile + i[:, None] * CHUNK, on_q.to(seen.dtype.element_ty))
-                tl.store(alike + tile + i[:, None] * CHUNK, on_k)
-                for behind in range(part + ROWS, CHUNK, ROWS):
-                    nothing = tile + (behind + row)[:, None] * CHUNK
-                    tl.store(seen + nothing, tl.zeros((ROWS, ROWS), seen.dtype.element_ty))
-                    tl.store(alike + nothing, tl.zeros((ROWS, ROWS), tl.float32))
-                # a pair of two parts: exp(G_i - G_part) exp(G_part - G_j), and neither is above 1
+                # anchors: the part's middle; its begin and end for channels that go far from there
+                middle = extract_slice(since, (ROWS // 2 - 1, 0), (1, KEY), (1, 1))
+                far = tl.where(
+                    tl.minimum(middle, gained - middle, propagate_nan=ALL) < -REACH, 1.0, 0.0
+                )
+                upper = middle - middle * far
+                under = middle + (gained - middle) * far
+                # pairs of such channels, which the cube takes exp(under - upper) of, one by one
+                strong = tl.max(far, 1).to(tl.int32)
+                tl.store(to.strong + place * PARTS + part // ROWS + one, strong)
+                if tl.max(strong, 0) > 0:
+                    weight = far * (1.0 - tl.exp(gained))
+                    on_k = tl.zeros((ROWS, ROWS), tl.float32)
+                    on_q = tl.zeros((ROWS, ROWS), tl.float32)
+                    # a row of a tile is taken out of what made the tile, unless it was put there
+                    zero = tl.minimum(work, 0)
+                    k_rows = insert_slice(decay, k_tile, (zero, 0), (ROWS, KEY), (1, 1))
+                    on_k, on_q = _near(q_tile, k_rows, since, weight, on_k, on_q, 0, KEY)
+                    on_k, on_q = _near(q_tile, k_rows, since, weight, on_k, on_q, ROWS // 2, KEY)
+                    of_near = (place * CHUNK + i[:, None]) * ROWS + row[None]
+                    tl.store(near_seen + of_near, on_q)
+                    tl.store(near_alike + of_near, on_k)
                 half = to.upper.dtype.element_ty
-                growth = tl.exp(since)
-                q_far = q_tile * growth
-                k_far = k_tile * growth
-                far = (place * CHUNK + part) * (2 * KEY) + row[:, None] * KEY + d[None]
-                tl.store(to.upper + far, q_far.to(half))
-                tl.store(to.upper + far + ROWS * KEY, k_far.to(half))
-                grown = tl.exp(running)
-                tl.store(to.queries + beside, (q_far * grown).to(half))
-                k_far = k_far * grown
+                growth = tl.exp(since - upper)
+                q_up = q_tile * growth
+                k_up = k_tile * growth
+                at = (place * CHUNK + part) * (2 * KEY) + row[:, None] * KEY + d[None]
+                tl.store(to.upper + at, q_up.to(half))
+                tl.store(to.upper + at + ROWS * KEY, k_up.to(half))
+                grown = tl.exp(running + upper)
+                tl.store(to.queries + beside, (q_up * grown).to(half))
                 if not GRAD:
-                    k_far = -k_far
-                tl.store(to.keys + beside, k_far.to(half))
-                # exp(G_end - G_j) k_j of this part, and of those before it
-                faded = k_tile * tl.exp(gained - since)
+                    grown = -grown
+                tl.store(to.keys + beside, (k_up * grown).to(half))
+                # of the parts before, on to this one's anchor
+                base = place * LOWER + part // ROWS * (part + ROWS) // 2
+                for earlier in range(0, part - ROWS, ROWS):
+                    known = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1))
+                    known = known * tl.exp(older + upper)
+                    rest = insert_slice(rest, known, (earlier, 0), (ROWS, KEY), (1, 1))
+                    at = (base + earlier + row)[:, None] * KEY + d[None]
+                    tl.store(to.lower + at, known.to(half))
+                for earlier in range(tl.maximum(part - ROWS, 0), part, ROWS):  # once, or not
+                    known = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1))
+                    known = known * tl.exp(newer + upper)
+                    rest = insert_slice(rest, known, (earlier, 0), (ROWS, KEY), (1, 1))
+                    at = (base + earlier + row)[:, None] * KEY + d[None]
+                    tl.store(to.lower + at, known.to(half))
+                known = k_tile * tl.exp(under - since)
+                at = (base + part + row)[:, None] * KEY + d[None]
+                tl.store(to.lower + at, known.to(half))
+                older = gained - upper
+                newer = gained - under
+                for here in range(part, CHUNK - ROWS, CHUNK):  # once, or not
+                    rest = insert_slice(rest, known, (here, 0), (ROWS, KEY), (1, 1))
                 for last in range(CHUNK - ROWS, part + 1):  # once, or not
                     at = (place * CHUNK + last + row)[:, None] * KEY + d[None]
-                    tl.store(to.left + at, faded.to(half))
-                fade = tl.exp(gained)
-                for earlier in range(0, part, ROWS):
-                    decayed = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1)) * fade
-                    rest = insert_slice(rest, decayed, (earlier, 0), (ROWS, KEY), (1, 1))
-                for here in range(part, CHUNK - ROWS, CHUNK):  # once, or not
-                    rest = insert_slice(rest, faded, (here, 0), (ROWS, KEY), (1, 1))
-                # of the last part `left`
-                so_far = place * (2 * CHUNK) + (part // ROWS) * (part + ROWS) // 2
-                for earlier in range(0, tl.where(part < CHUNK - ROWS, part + ROWS, 0), ROWS):
-                    known = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1))
-                    at = (so_far + earlier + row)[:, None] * KEY + d[None]
-                    tl.store(to.lower + at, known.to(half))
+                    tl.store(to.left + at, (known * tl.exp(newer)).to(half))
                 running += gained
             for earlier in range(0, CHUNK - ROWS, ROWS):
-                known = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1))
+                known = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1)) * tl.exp(older)
                 at = (place * CHUNK + earlier + row)[:, None] * KEY + d[None]
                 tl.store(to.left + at, known.to(to.left.dtype.element_ty))
             tl.store(to.fades + place * KEY + d[None], tl.exp(running))
@@ -300,7 +336,7 @@ def products(
     KEY: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """A and P of tokens of two parts."""
+    """A and P [chunks, HV, 64, 64]; of tokens that a token does not see, anything."""
     PARTS: tl.constexpr = CHUNK // ROWS
     row = tl.arange(0, ROWS)
     d = tl.arange(0, KEY)
@@ -314,11 +350,13 @@ def products(
         low, count = _here(before, chunks, of.since, of.most)
         for work in range(turn, count * value_heads, turns):
             place = ((before + low - of.since) * value_heads + work).to(tl.int64)
-            base = place * (2 * CHUNK * KEY)
-            for part in tl.static_range(1, PARTS):
-                j = tl.arange(0, part * ROWS)
-                of_lower = base + (part * (part - 1) // 2 * ROWS + j)[:, None] * KEY + d[None]
-                of_upper = base + (2 * part * ROWS + row)[:, None] * KEY + d[None]
+            for part in tl.static_range(0, PARTS):
+                j = tl.arange(0, part * ROWS + ROWS)
+                of_lower = place * LOWER + part * (part + 1) // 2 * ROWS
+                of_lower = (of_lower + j)[:, None] * KEY + d[None]
+                of_upper = (
+                    place * (2 * CHUNK * KEY) + (2 * part * ROWS + row)[:, None] * KEY + d[None]
+                )
                 k_earlier = tl.load(lower + of_lower)
                 q_tile = tl.load(upper + of_upper)
                 k_tile = tl.load(upper + of_upper + ROWS * KEY)
@@ -338,6 +376,10 @@ def products(
 )  # fmt: skip
 def triangles(
     alike,
+    seen,
+    near_alike,
+    near_seen,
+    strong,
     beta,
     bounds,
     solved,
@@ -354,9 +396,12 @@ def triangles(
     BETA: tl.constexpr,
     multibuffer: tl.constexpr,
 ):
-    """T [chunks, HV, 64, 64]; beta [HV, tokens].  For a gradient (I + beta A)^-1, and what its
-    rounding leaves."""
+    """T [chunks, HV, 64, 64]; P with what `factors` left, 0 of tokens that a token does not see;
+    beta [HV, tokens].  For a gradient (I + beta A)^-1, what its rounding leaves, and A like P."""
+    PARTS: tl.constexpr = CHUNK // ROWS
     i = tl.arange(0, CHUNK)
+    f = i.to(tl.float32)  # which the vector unit compares as they are
+    row = tl.arange(0, ROWS)
     turn = tl.program_id(0)
     turns = tl.num_programs(0)
     end = 0
@@ -373,7 +418,24 @@ def triangles(
             rate = rate_of(tl.load(of_beta, mask=there, other=0.0), there, BETA)
             place = ((before + low - since) * value_heads + work).to(tl.int64)
             tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
-            upper = tl.load(alike + tile) * rate[None]
+            upper = tl.load(alike + tile)
+            p = tl.load(seen + tile).to(tl.float32)
+            for part in tl.static_range(0, CHUNK, ROWS):
+                many = tl.where(tl.load(strong + place * PARTS + part // ROWS) > 0, ROWS, 0)
+                at = (place * CHUNK + part + row)[:, None] * ROWS + row[None]
+                mine = (row < many)[:, None]
+                block = extract_slice(upper, (part, part), (ROWS, ROWS), (1, 1))
+                block += tl.load(near_alike + at, mask=mine, other=0.0)
+                upper = insert_slice(upper, block, (part, part), (ROWS, ROWS), (1, 1))
+                block = extract_slice(p, (part, part), (ROWS, ROWS), (1, 1))
+                block += tl.load(near_seen + at, mask=mine, other=0.0)
+                p = insert_slice(p, block, (part, part), (ROWS, ROWS), (1, 1))
+            p = tl.where(f[:, None] <= f[None], p, 0.0)
+            upper = tl.where(f[:, None] < f[None], upper, 0.0)
+            tl.store(seen + tile, p.to(seen.dtype.element_ty))
+            if GRAD:
+                tl.store(alike + tile, upper)
+            upper = upper * rate[None]
             x = tl.where(i[:, None] == i[None], 1.0, 0.0)
             # column r is done: take it out of the columns behind; rows join with their own columns;
             # a column of a tile is taken out of what made the tile, unless it was put there
@@ -544,6 +606,9 @@ class Chunks:
     keys: Tensor
     left: Tensor
     fades: Tensor
+    strong: Tensor
+    near_alike: Tensor
+    near_seen: Tensor
     total: Tensor
     units: Tensor
     scaled: Tensor
@@ -561,7 +626,8 @@ def laid_out(
     lower: Tensor,
     grad: bool,
 ) -> Chunks:
-    """`upper` and `lower` are free again behind `products`: 128 rows of K numbers, by chunk."""
+    """`upper` and `lower` are free again behind `products`: 128 and 160 rows of K numbers, by
+    chunk."""
     value_heads, key_size = beta.shape[-1], q.shape[-1]
     square = (CHUNK.value, CHUNK.value)
 
@@ -576,6 +642,8 @@ def laid_out(
     else:  # side by side
         keys, queries = space(2 * CHUNK.value, key_size).split(CHUNK.value, 2)
     fades = space(key_size, dtype=torch.float32)
+    strong = space(CHUNK.value // ROWS.value, dtype=torch.int32)
+    near_alike, near_seen = (space(CHUNK.value, ROWS.value, dtype=torch.float32) for _ in range(2))
     # a tensor stands for one that is not there, and is not touched
     total, units, scaled = (
         space(CHUNK.value, key_size, dtype=torch.float32) if grad else fades for _ in range(3)
@@ -594,6 +662,9 @@ def laid_out(
         keys,
         left,
         fades,
+        strong,
+        near_alike,
+        near_seen,
         total,
         units,
         scaled,
@@ -636,14 +707,15 @@ def fill(
         x.fades if A_log is None else A_log,
         x.fades if dt_bias is None else dt_bias,
         x.bounds,
-        x.alike,
-        x.seen,
+        x.near_alike,
+        x.near_seen,
         x.upper,
         x.lower,
         x.queries,
         x.keys,
         x.left,
         x.fades,
+        x.strong,
         x.total,
         x.units,
         x.scaled,
@@ -676,6 +748,10 @@ def fill(
     )
     triangles[(cores.vector(),)](
         x.alike,
+        x.seen,
+        x.near_alike,
+        x.near_seen,
+        x.strong,
         x.betas,
         x.bounds,
         x.solved,
@@ -726,10 +802,12 @@ def forward(
     # three tiles by channel and two of pairs in halves, A in float32; factors of pairs, which make
     # room for what the walk is left with: N, and what it takes from v
     side, widest = CHUNK.value, max(key_size, value_size)
-    each = side * (6 * key_size + 8 * widest + 8 * side) + 4 * key_size
+    each = side * (6 * key_size + 9 * widest + 8 * side + 8 * ROWS.value) + 4 * key_size + 16
     most = at_once(count, value_heads * each)
-    tiles = most * value_heads * 2 * side
-    upper, lower = (memory.empty((tiles * widest,), q.dtype, q.device) for _ in range(2))
+    upper, lower = (
+        memory.empty((most * value_heads * rows * widest,), q.dtype, q.device)
+        for rows in (2 * side, LOWER.value)
+    )
     rate = kind_of_rate(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     x = laid_out(most, q, beta, rate, cu_seqlens, upper, lower, grad=False)
     ones = memory.empty((side, side), q.dtype, q.device).zero_()

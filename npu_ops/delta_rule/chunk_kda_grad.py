@@ -693,8 +693,8 @@ def backward(
     group = value_heads // heads
     # by chunk and value head: tiles by channel in float32 and halves, squares of pairs, two states
     side = CHUNK.value
-    each = side * (30 * key_size + 8 * value_size + 26 * side) + 4 * value_size * key_size
-    each += 36 * key_size
+    each = side * (30 * key_size + 8 * value_size + 26 * side + 8 * chunk_kda.ROWS.value)
+    each += 4 * value_size * key_size + 36 * key_size + 16
     count = chunk_kda.chunks_of(batch, length, cu_seqlens)
     at_once = tiling.at_once(heads, count * group * each)
     if at_once < heads and at_once * group >= _FEWEST:
@@ -739,8 +739,9 @@ def backward(
         return memory.empty((most, value_heads, *shape), kind, device)
 
     of_q, of_k, of_rest = (space(side, key_size, kind=wide) for _ in range(3))
+    of_pairs = space(4, side, side, kind=wide)
     # what `fill` needs for itself lies where two gradients will
-    free = (held.view(dtype) for held in (of_q, of_k))
+    free = (held.view(dtype) for held in (of_q, of_pairs))
     x = chunk_kda.laid_out(most, q, beta, rate, cu_seqlens, *free, grad=True)
     number, firsts, counts = (
         memory.empty((size,), torch.int32, device) for size in (1, count, count)
@@ -758,7 +759,6 @@ def backward(
     )
     states, grads = (space(value_size, key_size) for _ in range(2))
     new, own, back, drop = (space(side, value_size) for _ in range(4))
-    of_pairs = space(4, side, side, kind=wide)
     parts = [space(side // _only("gates")["ROWS"], key_size, kind=wide).zero_() for _ in range(2)]
     d_betas = memory.empty((value_heads, tokens), wide, device)
     if varlen is not None:

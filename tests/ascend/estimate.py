@@ -43,6 +43,8 @@ NUMBERING = (
 )
 # the request of a packed token is a sum of the vectors, and the first one's in what is estimated
 PACKED = "block_indexer.scores"
+# what the vectors find none of: tokens whose gates leave the range of a product
+NONE = (PACKED, "chunk_kda.factors")
 _hivm: dict[str, str] = {}
 
 
@@ -68,7 +70,7 @@ class Row:
 def row(launch: Launch, given: list[Any]) -> Row:
     """Of the slowest of three programs: cores are not loaded alike."""
     hivm, programs = _compiled(launch), launch.grid[0]
-    cost.by_vectors = 0 if launch.kernel == PACKED else None
+    cost.by_vectors = 0 if launch.kernel in NONE else None
     turns = lint.takes_turns(hivm)
     blocks = sorted({0, programs // 2, programs - 1})
     walked = [cost.of(hivm, given, launch.grid, block) for block in blocks]

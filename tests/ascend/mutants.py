@@ -124,10 +124,13 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_kda.forward": (
         ("since, most, goes, came, ", "which of the two rows a round begins with is all the same"),
     ),
-    "chunk_kda._logarithm": (("x <= _LEAST", "it is _LEAST either way"),),
     "chunk_kda.laid_out": (
         ("-> space(key_size, CHUNK.value", _NUMBERS),
         ("seen, finer, solved, ", _SUMMED),
+    ),
+    "chunk_kda.factors": (
+        ("tl.max(strong, 0) >= 0", "where no channel goes far, what is added has a weight of 0"),
+        ("propagate_nan=ALL) <= -REACH", "at the limit either anchors are right"),
     ),
     "chunk_kda.fill": (("x.bounds, x.finer, x.solved, ", _SUMMED),),
     "chunk_kda_grad.backward": (

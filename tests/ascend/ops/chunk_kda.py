@@ -124,6 +124,31 @@ def below(x: Inputs) -> Arguments:
     return arguments
 
 
+def faint(x: Inputs) -> Arguments:
+    """Where 1 + exp(x) is 1, and the rate makes a decay of it."""
+    arguments = call([100], (1, 1), (16, 16), packed=False)(x)
+    arguments["g"].mul_(0.1).sub_(17)
+    arguments["dt_bias"].zero_()
+    arguments["A_log"].fill_(12)
+    return arguments
+
+
+def at_bound(x: Inputs) -> Arguments:
+    """As far from a part's middle as bounded gates go."""
+    arguments = call([70], (1, 1), (16, 16), gate=BOUNDED, packed=False)(x)
+    arguments["g"][:, :, :, ::2] += 40
+    return arguments
+
+
+def halved(x: Inputs) -> Arguments:
+    """Channels that go far, of whose pairs the cube has as much as it can have."""
+    arguments = call([90], (1, 1), (32, 32), gate=GIVEN, norm=False, packed=False)(x)
+    arguments["g"].fill_(-0.51)
+    for first in range(8, 90, 16):
+        arguments["g"][:, first : first + 8] = 0
+    return arguments
+
+
 CASES = (
     Case(OP, "two of four heads share a key", call([30], (2, 4), (32, 32)), judge=judge),
     Case(OP, "two chunks and a part", call([150], packed=False), judge=judge),
@@ -157,16 +182,21 @@ CASES = (
         in_rounds(1, call([70, 0, 130], before=2, behind=3, state=torch.bfloat16)),
         judge=judge,
     ),
-    # 0.18 MB a chunk
+    # 0.21 MB a chunk
     Case(
         OP,
         "two chunks a round, a batch",
-        in_rounds(400_000, call([150, 150], state=None, layout="vk", packed=False)),
+        in_rounds(450_000, call([150, 150], state=None, layout="vk", packed=False)),
         judge=judge,
     ),
     Case(OP, "tiny keys, and one of zeros", tiny, judge=judge),
     Case(OP, "19 chunks, little decay", lasting, judge=judge),
     Case(OP, "gates below the threshold", below, judge=judge),
+    Case(OP, "gates far below 0", faint, judge=judge),
+    Case(OP, "gates at their bound", at_bound, judge=judge),
+    # some channels leave the range of products within 16 tokens, others do not
+    Case(OP, "strong gates", call([90], (1, 1), gate=GIVEN, fading=8.0), judge=judge),
+    Case(OP, "half of a part decays, fp16", halved, torch.float16, judge=judge),
     Case(
         OP,
         "48 x 16, scale given, int64, none behind",
@@ -192,29 +222,29 @@ CONTROLS = (
     Control(
         "earlier parts do not decay on",
         KERNEL,
-        "(ROWS, KEY), (1, 1)) * fade",
-        "(ROWS, KEY), (1, 1)) * 1.0",
+        "known * tl.exp(older + upper)",
+        "known * tl.exp(upper)",
         "two chunks and a part",
     ),
     Control(
         "a token sees itself in the triangle",
         KERNEL,
-        "tl.where(f[:, None] < f[None], on_k, 0.0)",
-        "tl.where(f[:, None] <= f[None], on_k, 0.0)",
+        "tl.where(f[:, None] < f[None], upper, 0.0)",
+        "tl.where(f[:, None] <= f[None], upper, 0.0)",
         "two chunks and a part",
     ),
     Control(
         "what the state foretells is added to the values",
         KERNEL,
-        "k_far = -k_far",
-        "k_far = k_far",
+        "grown = -grown",
+        "grown = grown",
         "two chunks and a part",
     ),
     Control(
         "a pair of two parts takes the part before",
         KERNEL,
-        "of_upper = base + (2 * part * ROWS + row)",
-        "of_upper = base + (2 * (part - 1) * ROWS + row)",
+        "+ (2 * part * ROWS + row)",
+        "+ (2 * tl.maximum(part - 1, 0) * ROWS + row)",
         "two chunks and a part",
     ),
     Control(
@@ -234,15 +264,15 @@ CONTROLS = (
     Control(
         "minus infinity times 0",
         KERNEL,
-        "return tl.where(x < _LEAST, _LEAST, x)",
+        "return tl.maximum(x, _LEAST, propagate_nan=ALL)",
         "return x",
         "extremes",
     ),
     Control(
         "the norm's epsilon outside the root",
         KERNEL,
-        "x / tl.sqrt(tl.sum(x * x, 1) + 1e-6)[:, None]",
-        "x / (tl.sqrt(tl.sum(x * x, 1)) + 1e-6)[:, None]",
+        "tl.sqrt(tl.sum(x * x, 1) + 1e-6)",
+        "(tl.sqrt(tl.sum(x * x, 1)) + 1e-6)",
         "tiny keys, and one of zeros",
     ),
     Control(
@@ -253,11 +283,46 @@ CONTROLS = (
         "19 chunks, little decay",
     ),
     Control(
-        "the threshold of softplus at 4",
+        "softplus is its argument from 4 on",
         KERNEL,
-        "_softplus(x, 1.0, 20.0)",
-        "_softplus(x, 1.0, 4.0)",
+        "x = (tl.maximum(x, 0.0, propagate_nan=ALL) + rest) * -rate",
+        "x = tl.where(x > 4.0, x, tl.maximum(x, 0.0) + rest) * -rate",
         "gates below the threshold",
+    ),
+    Control(
+        "1 + exp(x) is rounded",
+        KERNEL,
+        "tl.log(u) + (e - (u - 1.0))",
+        "tl.log(u)",
+        "gates far below 0",
+    ),
+    Control(
+        "no channel goes far from a part's middle",
+        KERNEL,
+        "upper = middle - middle * far",
+        "upper = middle",
+        "extremes",
+    ),
+    Control(
+        "pairs of channels that go far are left out",
+        KERNEL,
+        "> 0, ROWS, 0)",
+        "> 0, 0, 0)",
+        "strong gates",
+    ),
+    Control(
+        "the cube's share of such pairs counted twice",
+        KERNEL,
+        "weight = far * (1.0 - tl.exp(gained))",
+        "weight = far",
+        "half of a part decays, fp16",
+    ),
+    Control(
+        "a part decays on from its begin, not from its end",
+        KERNEL,
+        "known * tl.exp(newer + upper)",
+        "known * tl.exp(older + upper)",
+        "strong gates",
     ),
     Control(
         "a sequence begins anew in every round",
