@@ -8,7 +8,8 @@
 Row m of a request is head m % N of its token m // N, so that a tile of rows has heads of several
 tokens; a tile of keys is read once, where the block table says, for the scores and for the sum.
 Few rows: a tile's keys are split into parts of equal length, whose number follows from shapes
-alone, and _merge puts the parts together in order.
+alone, and _merge puts the parts together in order.  On Hopper the keys of several requests are cut
+evenly over the SMs, by their lengths on the device, and _merge_cut puts the pieces together.
 
     condition                                  kernels
     Hopper, R 512, rope 64 or none, queries    hopper/fused_infer_attention_score_v2.py
@@ -16,11 +17,13 @@ alone, and _merge puts the parts together in order.
       describe, scale above 0
     else                                       _attend
 
-Either is followed by _merge where there are fewer tiles of rows than half of the SMs, and keys for
-two parts or more:
+Either is followed by another one where there are fewer tiles of rows than half of the SMs, and keys
+for two parts or more; Hopper's, of several requests, also with 4 tiles an SM or fewer, of up to 128
+tokens a request:
 
     condition                                  kernels
-    any                                        _merge
+    Hopper, several requests                   _merge_cut
+    else                                       _merge
 """
 
 from __future__ import annotations
@@ -58,7 +61,10 @@ _MOST_PARTS = 128
 
 class Constants(NamedTuple):
     """PIECES is a power of two above the number of requests, whose tokens are packed (else 0):
-    tokens of no request are a piece behind them.  ONE_PAGE: a tile of keys lies in one page."""
+    tokens of no request are a piece behind them.  ONE_PAGE: a tile of keys lies in one page.
+    On Hopper alone: CUT: all keys are cut evenly over the programs, of which GROUP side by side
+    take the same keys for as many tiles of a request's rows; REQUESTS: as PIECES, for CUT whether
+    packed or not; ALONE: no other tile of rows reads a request's keys, as a rule."""
 
     HEADS: int
     R: int
@@ -72,6 +78,10 @@ class Constants(NamedTuple):
     STATS: bool
     ONE_PAGE: bool
     SPLITS: int
+    CUT: bool
+    GROUP: int
+    ALONE: bool
+    REQUESTS: int
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_R: int
@@ -317,6 +327,81 @@ def _merge(
         tl.store(lse + at, value, mask=tl.program_id(1) == 0)
 
 
+@triton.jit(
+    do_not_specialize=[
+        "every",
+        "tokens",
+        "out_row",
+        "out_head",
+        "lse_request",
+        "lse_row",
+        "lse_head",
+    ]
+)
+def _merge_cut(
+    partial,
+    partial_max,
+    partial_sum,
+    cuts,
+    sinks,
+    out,
+    lse,
+    every,
+    tokens,
+    out_row,
+    out_head,
+    lse_request,
+    lse_row,
+    lse_head,
+    ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    C: tl.constexpr,
+):
+    """out of ROWS rows and heads, WIDTH columns, whose tiles of rows were cut: of a tile's pieces,
+    PIECES at a time, the first one is where `cuts` says, and the others are what programs from the
+    next one on had first: two pieces of 64 rows for each of C.GROUP programs further."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = (m // C.HEADS).to(tl.int64)
+    head = m % C.HEADS
+    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    if C.CHAINED:
+        gdc_wait()
+    cut = tl.load(cuts + m, mask=m < every, other=0)
+    count = cut % 1024
+    begin = cut // 1024
+    row_max = tl.full([ROWS], LOWEST, tl.float32)
+    row_sum = tl.full([ROWS], 0.0, tl.float32)
+    acc = tl.full([ROWS, WIDTH], 0.0, tl.float32)
+    for n in range(0, tl.max(count, 0), PIECES):
+        i = n + tl.arange(0, PIECES)
+        there = i[None, :] < count[:, None]
+        at = begin[:, None] + tl.where(i == 0, 0, i * C.GROUP * 128 - 64)[None, :]
+        top = tl.load(partial_max + at, mask=there, other=LOWEST)
+        weight = tl.load(partial_sum + at, mask=there, other=0.0)
+        mask = (weight != 0)[:, :, None]
+        o = tl.load(partial + at[:, :, None] * 512 + d[None, None, :], mask=mask, other=0.0)
+        new = tl.maximum(row_max, tl.max(top, 1))
+        weight = weight * tl.exp2(top - new[:, None])
+        factor = tl.exp2(row_max - new)
+        row_sum = row_sum * factor + tl.sum(weight, 1)
+        acc = acc * factor[:, None] + tl.sum(o * weight[:, :, None], 1)
+        row_max = new
+    total = row_sum
+    stored = count > 0
+    if C.HAS_SINK:
+        sink = tl.load(sinks + head, mask=stored, other=0.0).to(tl.float32)
+        total += tl.exp2(sink * LOG2E - row_max)
+    there = row_sum != 0  # a NaN is there, and stays one
+    o = tl.where(there[:, None], acc / tl.where(there, total, 1.0)[:, None], 0.0)
+    to = out + row * out_row + head * out_head
+    tl.store(to[:, None] + d[None, :], o.to(out.dtype.element_ty), mask=stored[:, None])
+    if C.STATS:
+        at = row // tokens * lse_request + row % tokens * lse_row + head * lse_head
+        value = tl.where(there, row_max * LN2 + tl.log(row_sum), float("-inf"))
+        tl.store(lse + at, value, mask=stored & (tl.program_id(1) == 0))
+
+
 @dataclass(frozen=True)
 class Tiles:
     rows: int
@@ -427,8 +512,10 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     pages, page = key.shape[:2]
     scale_log2 = x["softmax_scale"] * LOG2E.value
     on_hopper = hopper.supports(q, qr, key, kr, rope, scale_log2)
-    tile = in_parts(Tiles(64, 64, 4, 2, rank), *_work(x), device) if on_hopper else _chosen(x)
+    tile = Tiles(64, 64, 4, 2, rank) if on_hopper else _chosen(x)
     assert tile is not None
+    if on_hopper and requests == 1:
+        tile = in_parts(tile, *_work(x), device)
     parts = Parts.of(tile.splits, count * heads, rank, lse)
     turned = layout in ("TND_NTD", "BSND_NBSD")
     places = dict(
@@ -442,6 +529,13 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         items = count * heads // tile.rows + requests + 1
     else:
         items = requests * cdiv(tokens * heads, tile.rows)
+    mean = cdiv(tokens, requests) if packed else tokens
+    processors, cuts = gpu.num_sms(device), lse
+    few = 2 * items <= processors or (items <= 4 * processors and mean <= 128)
+    cut = on_hopper and requests > 1 and few
+    if cut:
+        parts = Parts.of(2 * processors, 64, rank, lse)
+        cuts = memory.empty((count * heads,), torch.int32, device)
     lengths = x["actual_seq_qlen"]
     constants = Constants(
         HEADS=heads,
@@ -456,13 +550,17 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         STATS=returned,
         ONE_PAGE=page % tile.keys == 0,
         SPLITS=tile.splits,
+        CUT=cut,
+        GROUP=min(4, cdiv((1 if packed else tokens) * heads, 64)) if cut else 1,
+        ALONE=on_hopper and mean * heads <= 64,
+        REQUESTS=triton.next_power_of_2(requests + 1) if packed or cut else 0,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
         BLOCK_R=tile.width,
         BLOCK_D=max(16, power_of_two(rope)),
         STAGES=tile.stages,
         BRANCH=tile.rows == 64 and gpu.reads_shared(device),
-        CHAINED=is_chained(device, tile.splits),
+        CHAINED=is_chained(device, parts.splits),
     )
     sinks = lse if sink is None else sink
     common = dict(
@@ -486,7 +584,25 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         C=constants,
     )
     if on_hopper:
-        hopper.launch(q, qr, key, kr, **common)
+        hopper.launch(q, qr, key, kr, cuts=cuts, **common)
+        if cut:
+            merged, pieces, width = (1, 64, 128) if count * heads <= 1024 else (4, 4, 512)
+            launches.kernel(_merge_cut, cdiv(count * heads, merged), 512 // width)(
+                **parts.arguments,
+                cuts=cuts,
+                sinks=sinks,
+                out=out,
+                lse=lse,
+                every=count * heads,
+                tokens=tokens,
+                **places,
+                ROWS=merged,
+                PIECES=pieces,
+                WIDTH=width,
+                C=constants,
+                num_warps=4,
+                **({"launch_pdl": True} if constants.CHAINED else {}),
+            )
     else:
         launches.kernel(_attend, items * tile.splits)(
             q, qr, key, kr, **common, num_warps=tile.warps

@@ -490,7 +490,7 @@ def stand_in(monkeypatch, *modules, at=None):
         allocate_shared_memory=_allocate,
         convert_layout=lambda x, layout: x,
         where=lambda condition, a, b: torch.where(_block(condition), _block(a), _block(b)),
-        full=lambda shape, value, dtype, layout: _unknown(dtype, shape).copy_(_block(value)),
+        full=lambda shape, value, dtype, layout=None: _unknown(dtype, shape).copy_(_block(value)),
         log2=torch.log2,
         atomic_add=_atomic_add,
         arange=lambda lo, hi, layout=None: _block(torch.arange(lo, hi, dtype=torch.int32)),

@@ -180,7 +180,7 @@ def item(number, HEADS: gl.constexpr, SPLITS: gl.constexpr):
 
 
 @gluon.jit
-def products(tiles, phase, tile, zero, TILE: gl.constexpr, ROPE: gl.constexpr):
+def products(tiles, phase, tile, zero, TILE, ROPE: gl.constexpr):
     """[64, 64] products of the queries and a tile of keys, on their way once it is there."""
     q_left, q_right, q_rope, left, right, rope, _exchange, _places, bars = tiles
     mbarrier.wait(bars.index(LEFT + TILE), phase)

@@ -20,16 +20,18 @@ OP = "fused_infer_attention_score_v2"
 here, plain = (import_module(f"custom.cuda_ops.attention.{x}{OP}") for x in ("hopper.", ""))
 SHORT = [(3, 300), (1, 5), (2, 0), (4, 129), (0, 9), (2, 192)]
 LONG = [(2, 1501), (1, 5), (0, 40)]
+WIDE = [(130, 20), (9, 130)]
+ONE = [(2, 1501)]
 
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Parts that the keys of a tile are cut into, of every launch."""
+    """How every launch spread the keys over its programs."""
     found = []
     launch = here.launch
 
     def counted(*x, C, **named):
-        found.append(C.SPLITS)
+        found.append("evenly" if C.CUT else "in parts" if C.SPLITS > 1 else "not")
         launch(*x, C=C, **named)
 
     monkeypatch.setattr(here, "launch", counted)
@@ -46,21 +48,23 @@ def ran(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("requests", "heads", "rope", "layout", "mode", "window"),
+    ("requests", "heads", "rope", "layout", "mode", "window", "spread"),
     [
-        (SHORT, 20, 64, "BSND", 3, None),
-        (SHORT, 8, 64, "TND", 4, 70),
-        (SHORT, 72, 0, "BSND_NBSD", 0, None),
-        (LONG, 16, 64, "TND_NTD", 4, 1200),
-        (LONG, 16, 0, "BSND", 3, None),
+        (SHORT, 20, 64, "BSND", 3, None, "evenly"),
+        (SHORT, 8, 64, "TND", 4, 70, "evenly"),
+        (SHORT, 40, 0, "BSND_NBSD", 0, None, "evenly"),
+        (LONG, 16, 64, "TND_NTD", 4, 1200, "evenly"),
+        (LONG, 16, 0, "BSND", 3, None, "evenly"),
+        (WIDE, 40, 64, "BSND", 3, None, "not"),
+        (ONE, 16, 0, "BSND", 3, None, "in parts"),
     ],
 )
-def test_against_a_loop(ran, requests, heads, rope, layout, mode, window):
+def test_against_a_loop(ran, requests, heads, rope, layout, mode, window, spread):
     """Tiles of 64 rows with heads of several tokens; whole tiles of keys, and ends of them."""
     problem = Problem(requests, heads, 512, rope, sink=True).rounded_to(torch.float16)
     given = problem.arguments(layout, DEVICE, torch.float16, mode, window)
     out, lse = launched(OP, **given, return_softmax_lse=True)
-    assert len(ran) == 1 and (ran[0] > 1) == (requests is LONG)
+    assert ran == [spread]
     (got, padding), (got_lse, no_lse) = problem.unpacked(out, lse, layout)
     assert (padding == 0).all() and (no_lse == -torch.inf).all()
     want, want_lse = problem.solved(mode, window, torch.float64)
