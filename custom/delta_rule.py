@@ -313,7 +313,8 @@ def npu_gated_delta_layer_decode(
 
     npu_causal_conv1d_update with silu, npu_fused_sigmoid_gating_delta_rule_update with the norm of
     queries and keys, npu_gated_rms_norm with the norm before the gate: the same as these three
-    calls. Two launches on CUDA.
+    calls. Two launches on CUDA and three on an NPU; one for a token of KDA where the values have as
+    many heads and channels as the queries.
 
     Formula: the gated-delta layer of Qwen3-Next; with `is_kda`, that of Kimi Linear, GLM-5.3-Flash
     and Ling-3.0, whose gate_activation is "sigmoid".

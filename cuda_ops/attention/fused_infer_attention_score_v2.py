@@ -529,7 +529,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         items = count * heads // tile.rows + requests + 1
     else:
         items = requests * cdiv(tokens * heads, tile.rows)
-    mean = cdiv(tokens, requests) if packed else tokens
+    mean = cdiv(tokens, max(requests, 1)) if packed else tokens
     processors, cuts = gpu.num_sms(device), lse
     few = 2 * items <= processors or (items <= 4 * processors and mean <= 128)
     cut = on_hopper and requests > 1 and few

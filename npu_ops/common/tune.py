@@ -203,6 +203,9 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "fused_sigmoid_gating_delta_rule_update.update": tuple(
         Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
     ),
+    "kda_layer_decode.advance": tuple(
+        Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
+    ),
     "chunk_gated_delta_rule.products": (Config({}),),
     # elimination in UB, which loads and stores little: nothing to gain from double buffering
     "chunk_gated_delta_rule.triangles": (Config({}, {"multibuffer": False}),),

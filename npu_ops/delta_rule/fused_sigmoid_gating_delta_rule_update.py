@@ -40,7 +40,7 @@ def _softplus(x, beta, threshold):
 
 
 @triton.jit
-def _gates(
+def gates(
     of_a,
     of_b,
     rate,
@@ -73,15 +73,20 @@ def _gates(
 
 
 @triton.jit
+def unit(x):
+    return x / tl.sqrt(tl.sum(x * x, 0) + 1e-6)
+
+
+@triton.jit
 def _row(of_row, d, NORM: tl.constexpr):
     x = tl.load(of_row + d).to(tl.float32)
     if NORM:
-        x = x / tl.sqrt(tl.sum(x * x, 0) + 1e-6)
+        x = unit(x)
     return x
 
 
 @triton.jit
-def _update(state, k_t, v_t, decay, beta, VALUE_FIRST: tl.constexpr):
+def after(state, k_t, v_t, decay, beta, VALUE_FIRST: tl.constexpr):
     """The state after a token."""
     if VALUE_FIRST:
         state = state * decay[None]
@@ -271,7 +276,7 @@ def update(
                     past = (start + earlier).to(tl.int64)
                     # a factor: not every build of the compiler selects one element by a scalar
                     on = ((way >> earlier.to(tl.int64)) & 1).to(tl.float32)
-                    decay, beta = _gates(
+                    decay, beta = gates(
                         of_a + past * a_stride.token,
                         of_b + past * b_stride.token,
                         rate,
@@ -284,7 +289,7 @@ def update(
                         C.GIVEN,
                         C.NEG,
                     )
-                    state = _update(
+                    state = after(
                         state,
                         _row(of_k + past * k_stride.token, d, C.NORM),
                         tl.load(of_v + past * v_stride.token + c).to(tl.float32),
@@ -293,7 +298,7 @@ def update(
                         C.VALUE_FIRST,
                     )
             now = t.to(tl.int64)
-            decay, beta = _gates(
+            decay, beta = gates(
                 of_a + now * a_stride.token,
                 of_b + now * b_stride.token,
                 rate,
@@ -309,7 +314,7 @@ def update(
             q_t = _row(of_q + now * q_stride.token, d, C.NORM) * scale
             k_t = _row(of_k + now * k_stride.token, d, C.NORM)
             v_t = tl.load(of_v + now * v_stride.token + c).to(tl.float32)
-            state = _update(state, k_t, v_t, decay, beta, C.VALUE_FIRST)
+            state = after(state, k_t, v_t, decay, beta, C.VALUE_FIRST)
             o = tl.sum(state * q_t[None], 1) if C.VALUE_FIRST else tl.sum(state * q_t[:, None], 0)
             token = (batch * sizes.length + t) * C.VALUE_HEADS + head
             tl.store(out + token * C.VALUE + first + c, o.to(out.dtype.element_ty))

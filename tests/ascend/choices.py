@@ -187,6 +187,19 @@ def _chunks() -> Iterator[Choice]:
     yield Choice("chunk_gated_delta_rule", "forward", given, "products", dict(programs=24))
 
 
+def _kda() -> Iterator[Choice]:
+    """The widest part of a state that divides it and fits."""
+    for size, wanted in ((128, 32), (64, 64), (96, 32), (80, 16)):
+        given = dict(mixed_qkv=_t(1, 1, 6 * size), z=_t(1, 1, 2, size), b=_t(1, 1, 2))
+        given |= dict(
+            conv_states=_t(1, 8, 6 * size), conv_weight=_t(4, 6 * size), a=_t(1, 1, 2 * size)
+        )
+        given |= dict(states=_t(1, 2, size, size), state_layout="kv", norm_weight=_t(size))
+        given |= dict(A_log=_t(2), dt_bias=_t(2 * size), state_indices=_whole(1), is_kda=True)
+        tile = dict(VALUE_TILE=wanted)
+        yield Choice("gated_delta_layer_decode", "forward", given, "advance", tile)
+
+
 def _choices() -> Iterator[Choice]:
     yield from _convolutions()
     yield from _products()
@@ -196,6 +209,7 @@ def _choices() -> Iterator[Choice]:
     yield from _attentions()
     yield from _deepseek_v4()
     yield from _chunks()
+    yield from _kda()
 
 
 def _launched(choice: Choice) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import subprocess
@@ -18,7 +17,7 @@ from custom.dispatch.errors import NotSupported
 from custom.dispatch.registry import BY_NAME
 from custom.npu_ops.common import refusals, tune
 
-from ..support import places
+from ..support import places, stand_in
 from ..support.samples import sample
 from ..support.threads import at_once
 
@@ -269,20 +268,20 @@ PUSHING = {
 def test_no_kernel_of_what_pushes_a_state_on_runs_twice(op, at, monkeypatch):
     """tests/ascend/anew.py compares the bits of every op that the kernels themselves compute."""
     pytest.importorskip("triton")
-    found = backends.launcher(backends.NPU, BY_NAME[op])
-    launched, refused = [], []
-    for name in PUSHING[op]:
-        file, _, function = name.partition(".")
-        module = places.module(file)
-        monkeypatch.setattr(module, function, Kernel(name, launched, refused))
-        two = [{"again": number} for number in range(2)]
-        tiles = dict.fromkeys(tune.TABLE[name][0].tiles, 8)
-        monkeypatch.setitem(tune.TABLE, name, tuple(tune.Config(tiles, each) for each in two))
-    monkeypatch.setattr(importlib.import_module("custom.npu_ops.common.cores"), "vector", lambda: 2)
-    arguments = sample(op, torch.device("cpu"), torch.float32)
-    full = register.bind(register.overload(BY_NAME[op])._schema, (), arguments)
-    refused.append(PUSHING[op][at])
-    found.function(**full)
+    with stand_in.of_the_front_end(monkeypatch):
+        found = backends.launcher(backends.NPU, BY_NAME[op])
+        launched, refused = [], []
+        for name in PUSHING[op]:
+            file, _, function = name.partition(".")
+            monkeypatch.setattr(places.module(file), function, Kernel(name, launched, refused))
+            two = [{"again": number} for number in range(2)]
+            tiles = dict.fromkeys(tune.TABLE[name][0].tiles, 8)
+            monkeypatch.setitem(tune.TABLE, name, tuple(tune.Config(tiles, each) for each in two))
+        monkeypatch.setattr(places.module("cores"), "vector", lambda: 2)
+        arguments = sample(op, torch.device("cpu"), torch.float32)
+        full = register.bind(register.overload(BY_NAME[op])._schema, (), arguments)
+        refused.append(PUSHING[op][at])
+        found.function(**full)
     assert not refused and launched == PUSHING[op]
 
 

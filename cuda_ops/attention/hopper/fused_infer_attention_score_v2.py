@@ -555,13 +555,13 @@ def _bring(keys, table, pages, n, phase, start, hi, tiles, TILE: gl.constexpr, C
         async_copy.mbarrier_arrive(bar, increment_count=False)
         bar = bars.index(RIGHT + TILE)
         mbarrier.wait(bars.index(RIGHT_FREE + TILE), phase)
+        places.index(TILE).store(gl.where(valid, position, NOWHERE))
+        barrier()
         mbarrier.expect(bar, 64 * (256 + C.D) * 2)
         _box(keys.latent_box, keys.right_boxes, bar, table, pages, first, n, 256, TILE, C)
         if C.D > 0:
             _box(keys.rope_box, keys.rope_boxes, bar, table, pages, first, n, 0, TILE, C)
         async_copy.mbarrier_arrive(bar, increment_count=False)
-        places.index(TILE).store(gl.where(valid, position, NOWHERE))
-        arrive(bars, RIGHT + TILE)
     else:
         slot = (position % C.PAGE).to(gl.int64)
         of_latent, of_rope = keys.steps
@@ -574,8 +574,7 @@ def _bring(keys, table, pages, n, phase, start, hi, tiles, TILE: gl.constexpr, C
         _ask(keys.latent, page, slot, valid, of_latent, 256, right.index(TILE))
         async_copy.mbarrier_arrive(bars.index(RIGHT + TILE), increment_count=False)
         places.index(TILE).store(gl.where(valid, position, NOWHERE))
-        barrier()
-        mbarrier.arrive(bars.index(RIGHT + TILE), count=2)
+        arrive(bars, RIGHT + TILE)
 
 
 @gluon.jit
@@ -725,7 +724,7 @@ def _attend(
         lse_head,
     )
     dtype: gl.constexpr = key.dtype.element_ty
-    tiles = tiles_of(dtype, C.D, [4, 64], 129, 130, 129)
+    tiles = tiles_of(dtype, C.D, [4, 64], 129, 129, 129)
     BOXES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BOX: gl.constexpr = key_desc.block_shape[1]
     WIDTH: gl.constexpr = key_desc.block_shape[2]

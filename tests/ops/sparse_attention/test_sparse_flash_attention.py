@@ -4,10 +4,7 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from torch import Tensor
 
 import custom
 
+from ...support import places, stand_in
 from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
 from ...support.calls import assert_refuses
 from ...support.ragged import (
@@ -308,18 +306,8 @@ def test_gradients_need_keys_that_are_not_paged():
 def test_a_value_that_begins_as_the_key_does_is_another_one_with_other_strides(monkeypatch):
     """To the NPU's kernel, over a stand-in for what Triton lacks of triton-ascend's names."""
     pytest.importorskip("triton")
-    npu_ops = importlib.import_module("custom.npu_ops")
-    moved = ("extract_slice", "get_element", "insert_slice", "sort")
-    names = SimpleNamespace(**dict.fromkeys(moved))
-    monkeypatch.setitem(sys.modules, "custom.npu_ops.common.front_end", names)
-    monkeypatch.setattr(npu_ops, "front_end", names, raising=False)
-    before = {*sys.modules}
-    try:
-        launcher = importlib.import_module("custom.npu_ops.sparse_attention.sparse_flash_attention")
-    finally:
-        for name in {*sys.modules} - before:  # what was imported over the stand-in
-            del sys.modules[name]
-    unsupported = launcher.unsupported
+    with stand_in.of_the_front_end(monkeypatch):
+        unsupported = places.module("sparse_flash_attention").unsupported
     pool = torch.zeros(8, 4, 1, 64, dtype=torch.float16)
     given = dict(query=pool.new_zeros(1, 1, 16, 64), query_rope=None, key_rope=None)
     given |= dict(sparse_block_size=1, block_table=ints([[0]], "cpu"))
