@@ -130,6 +130,13 @@ def _over(us: float | None, measured: dict[str, float]) -> str:
     return f"{us:.0f} ({', '.join(f'{us / x:.2f}' for x in measured.values())})"
 
 
+def _stages(found: dict[str, float] | None) -> str:
+    if found is None:
+        return ""
+    ours, us = found["ours"], found["us"]
+    return f"{ours:.0f} of {us:.0f} ({ours / us:.2f})"
+
+
 def _mean(ratios: list[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
@@ -138,9 +145,9 @@ def published() -> str:
     """Ascend: what others measured, beside what two models say of our kernels."""
     rows = json.loads((ROOT / "tests" / "ascend" / "published.json").read_text())
     drawn = [
-        "| shape | on | measured, us | ours (over each) | second (over each) "
-        "| what binds ours | published in |",
-        "|---|---|---|---|---|---|---|",
+        "| shape | on | measured, us | AscendC's stages by ours | ours (over each) "
+        "| second (over each) | what binds ours | published in |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     ratios: dict[str, list[float]] = {"ours": [], "second": []}
     for row in rows:
@@ -149,13 +156,17 @@ def published() -> str:
             row["what"],
             row["card"],
             ", ".join(f"{by} {x:g}" for by, x in us.items()),
+            _stages(row.get("stages")),
             *(_over(row.get(name), us) for name in ratios),
             f"`{row['binds'].split('.')[-1]}`",
             row["source"],
         )
         drawn.append(f"| {' | '.join(cells)} |")
         for name, found in ratios.items():
-            found += [row[name] / x for x in us.values() if name in row]
+            of = {by: row[name] / x for by, x in us.items()} if name in row else {}
+            if name == "ours" and "stages" in row:
+                of["AscendC"] = row["stages"]["ours"] / row["stages"]["us"]
+            found += of.values()
     means = " and ".join(
         f"{name} {_mean(found):.2f} of {len(found)} ratios" for name, found in ratios.items()
     )

@@ -79,14 +79,16 @@ TABLE: dict[str, tuple[Config, ...]] = {
     ),
     # without double buffers: the panels of a tile take turns
     "product.held_products": tuple(
-        Config({"ROWS": 128, "PANELS": panels}, {"multibuffer": False}) for panels in (4, 2)
+        Config({"ROWS": rows, "PANELS": panels}, {"multibuffer": False})
+        for rows, most in ((16, (2,)), (128, (4, 2)))
+        for panels in most
     ),
     "product.nd_product": tuple(
         Config({"ROWS": rows, "COLUMNS": 128, "DEPTH": 128}) for rows in (16, 32, 64, 128)
     ),
     "absorption.absorb": tuple(
-        Config({"ROWS": rows, "COLUMNS": 128, "DEPTH": 128, "HEAD_TILE": 16})
-        for rows in (16, 32, 64, 128)
+        Config({"ROWS": rows, "COLUMNS": columns, "DEPTH": 128, "HEAD_TILE": 16})
+        for rows, columns in ((16, 256), (32, 128), (64, 128), (128, 128))
     ),
     "rows.finish": (Config({"WIDTH": 2048}), Config({"WIDTH": 4096}, {"multibuffer": False})),
     "rows.rotate_heads": tuple(Config({"HEAD_TILE": heads}) for heads in (8, 16, 32)),
@@ -108,7 +110,9 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "block_indexer.scores": tuple(
         Config({"HEAD_TILE": heads, "KEY_TILE": keys}) for keys in (16, 128) for heads in (16, 64)
     ),
-    "lightning_indexer.collect": (Config({"TILE": 1024, "FEW": 128, "QUARTER": 1024, "EACH": 8}),),
+    "lightning_indexer.collect": (
+        Config({"TILE": 1024, "FEW": 128, "QUARTER": 1024, "EACH": 8, "COUNT_TILE": 4096}),
+    ),
     "lightning_indexer.topk": (Config({"COUNT_TILE": 1024, "SORT_TILE": 1024}),),
     "lightning_indexer.values": (Config({"PIECE": 1024}),),
     "lightning_indexer.tail": (Config({"PIECE": 1024}),),

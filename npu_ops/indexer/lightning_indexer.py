@@ -8,7 +8,8 @@
                              paged keys come as one bulk copy a tile -> fp32 [groups, reach]
     collect  vector cores    of long rows: all scores above one that few more than k exceed, by
                              a sample, beside their positions; a piece of a row a core
-    topk     vector cores    a row a core: the k-th score by counting, then compaction in order
+    topk     vector cores    the k-th score of a row by counting, then compaction in order; where
+                             rows are few, each of several cores packs a piece
     values   vector cores    the chosen scores, where they are asked for
 
 The scales belong to int8, whose products are exact integers.  An absent position scores -inf and is
@@ -50,6 +51,7 @@ _PIECE = 2048  # keys for which a core loads the queries of a group, if there is
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _ABSENT, _INF = tl.constexpr(-2139095041), tl.constexpr(2139095040)  # the keys of -inf and inf
 _GUESSES = tl.constexpr(6)
+_TOLD = tl.constexpr(4)  # the same where a sample tells the first one
 _DEVIATIONS = 6  # from the fewest candidates to the most, of what a sample says of their number
 
 
@@ -441,16 +443,21 @@ def put(to, to_positions, v, packed, start, count, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def sampled(of_row, n, aim, QUARTER: tl.constexpr, EACH: tl.constexpr):
-    """A score that about `aim` of the `n` ones reach.  The sample is of blocks that lie evenly
-    apart; the highest of each four, one from each quarter of the row, is sorted."""
+def sampled(of_row, n, QUARTER: tl.constexpr, EACH: tl.constexpr):
+    """A sample of a row of `n` scores, in order: of blocks that lie evenly apart, the highest of
+    each four, one from each quarter of the row."""
     apart = n // (4 * QUARTER // EACH)
     at = tl.arange(0, QUARTER // EACH)[:, None] * apart + tl.arange(0, EACH)[None]
     highest = tl.full((QUARTER // EACH, EACH), float("-inf"), tl.float32)
     for quarter in range(0, 4):
         v = tl.load(of_row + quarter * (QUARTER // EACH) * apart + at)
         highest = tl.where(v > highest, v, highest)
-    ranked = sort(tl.reshape(highest, (QUARTER,)), 0, True)
+    return sort(tl.reshape(highest, (QUARTER,)), 0, True)
+
+
+@triton.jit
+def reached_by(ranked, n, aim, QUARTER: tl.constexpr):
+    """A score that about `aim` of the `n` ones reach."""
     below = 1.0 - aim * 1.0 / n
     rank = (QUARTER * (1.0 - below * below * below * below)).to(tl.int32)
     return tl.maximum(get_element(ranked, (tl.minimum(rank, QUARTER - 1),)), _LOWEST)
@@ -458,7 +465,7 @@ def sampled(of_row, n, aim, QUARTER: tl.constexpr, EACH: tl.constexpr):
 
 @tuples.jit(
     [
-        *("first", "rows", "wide", "groups", "chosen", "room", "aim", "pieces"),
+        *("first", "rows", "wide", "groups", "chosen", "room", "aim", "more", "fewer", "pieces"),
         *("requests", "tokens", "reach"),
     ]
 )
@@ -468,6 +475,7 @@ def collect(
     key_lengths,
     positions,
     missed,
+    bounds,
     first,
     rows,
     wide,
@@ -475,6 +483,8 @@ def collect(
     chosen,
     room,
     aim,
+    more,
+    fewer,
     pieces,
     requests,
     tokens,
@@ -486,15 +496,18 @@ def collect(
     FEW: tl.constexpr,
     QUARTER: tl.constexpr,
     EACH: tl.constexpr,
+    COUNT_TILE: tl.constexpr,
 ):
     """The candidates of a row, in order: their scores in its last `room` columns, and -inf behind
     them; positions [rows, room], as floats, which the vector unit gathers.  missed [rows]: 0 where
-    the `chosen` best are among them.
+    the `chosen` best are among them.  bounds [rows, 4]: the score that all of them reach, and three
+    between which the `chosen`-th is likely to lie, by the sample as well.
 
     A core takes a piece of a row, whose candidates follow those of the pieces before, which it
     counts.
     """
     p = tl.arange(0, TILE)
+    c = tl.arange(0, COUNT_TILE)
     negative = -p.to(tl.float32)
     for unit in range(tl.program_id(0), rows * pieces, tl.num_programs(0)):
         row = unit // pieces
@@ -517,12 +530,14 @@ def collect(
         to = of_row + wide - room
         to_positions = positions + row.to(tl.int64) * room
         if n > tl.maximum(room, 4 * QUARTER):
-            least = sampled(of_row, n, aim, QUARTER, EACH)
+            ranked = sampled(of_row, n, QUARTER, EACH)
+            least = reached_by(ranked, n, aim, QUARTER)
             tiles = (n + TILE - 1) // TILE
             begin = tiles * piece // pieces
-            above = tl.zeros((TILE,), tl.float32)
-            for tile in range(0, begin):
-                v = tl.load(of_row + tile * TILE + p)
+            before = begin * TILE
+            above = tl.zeros((COUNT_TILE,), tl.float32)
+            for s in range(0, before, COUNT_TILE):
+                v = tl.load(of_row + s + c, mask=c < before - s, other=float("-inf"))
                 above += tl.where(v >= least, 1.0, 0.0)
             written = tl.sum(above, 0).to(tl.int32)
             for tile in range(begin, tiles * (piece + 1) // pieces):
@@ -544,17 +559,28 @@ def collect(
                     tl.store(to + s + p, nothing, mask=p < room - s)
                 beyond = (written < chosen) | (written > room)
                 tl.store(missed + row, beyond.to(tl.int32))
+                of_bounds = bounds + row * 4
+                tl.store(of_bounds, least)
+                tl.store(of_bounds + 1, reached_by(ranked, n, more, QUARTER))
+                tl.store(of_bounds + 2, reached_by(ranked, n, chosen, QUARTER))
+                tl.store(of_bounds + 3, reached_by(ranked, n, fewer, QUARTER))
         elif piece == 0:
             tl.store(missed + row, 1)
 
 
-@tuples.jit(["first", "rows", "wide", "groups", "chosen", "room", "requests", "tokens", "reach"])
+@tuples.jit(
+    [
+        *("first", "rows", "wide", "groups", "chosen", "room", "pieces"),
+        *("requests", "tokens", "reach"),
+    ]
+)
 def topk(
     score,
     query_lengths,
     key_lengths,
     positions,
     missed,
+    bounds,
     out,
     first,
     rows,
@@ -562,6 +588,7 @@ def topk(
     groups,
     chosen,
     room,
+    pieces,
     requests,
     tokens,
     reach,
@@ -576,7 +603,10 @@ def topk(
     the row narrow it down by values, which is fast where they are spread; where a score or a tie is
     not singled out then, up to 16 passes do by keys, which is sure.  Rows that are taken as a whole
     need none.  Then the positions above it, and the first ones equal to it, are packed in order.
-    If COLLECTED, the candidates stand for the row, unless they missed one.
+    If COLLECTED, the candidates stand for the row, unless they missed one, and the first three
+    guesses are those that were told.
+
+    A core packs a piece of a row, behind what the pieces before take, which it counts.
 
     A tile is packed by sorting: -position where chosen, -inf elsewhere.  Positions and counts are
     small enough to be exact as floats, which the vector unit compares and sorts best.
@@ -585,7 +615,9 @@ def topk(
     p = tl.arange(0, SORT_TILE)
     negative = -p.to(tl.float32)
     wanted = chosen.to(tl.float32)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+    for unit in range(tl.program_id(0), rows * pieces, tl.num_programs(0)):
+        row = unit // pieces
+        piece = unit - row * pieces
         n, at = scores_of(
             row,
             query_lengths,
@@ -602,15 +634,17 @@ def topk(
         )
         of_row = score + wide * at
         to = out + (first + row).to(tl.int64) * chosen
+        searched = tl.where(n > chosen, n, 0)
         if COLLECTED:
             of_positions = positions + row.to(tl.int64) * room
             known = tl.where(tl.load(missed + row) == 0, room, 0)
             n = tl.where(known > 0, known, n)
+            searched = tl.where(known > 0, 0, searched)
             of_row += tl.where(known > 0, wide - room, 0)
         there = tl.zeros((COUNT_TILE,), tl.float32)
         lowest = tl.full((COUNT_TILE,), float("inf"), tl.float32)
         highest = tl.full((COUNT_TILE,), _LOWEST, tl.float32)
-        for s in range(0, tl.where(n > chosen, n, 0), COUNT_TILE):
+        for s in range(0, searched, COUNT_TILE):
             v = tl.load(of_row + s + c, mask=c < n - s, other=float("-inf"))
             there += tl.where(v >= _LOWEST, 1.0, 0.0)
             lowest = tl.minimum(lowest, tl.where(v >= _LOWEST, v, float("inf")))
@@ -620,10 +654,30 @@ def topk(
         # -inf is absent: where no more are there than are wanted, all above it are taken
         low = tl.where(most > wanted, as_key(tl.min(lowest, 0)), _ABSENT)
         high = tl.where(most > wanted, as_key(tl.max(highest, 0)), _ABSENT) + 1
-        for guess in range(0, _GUESSES):
+        halved = 2
+        guesses = _GUESSES
+        if COLLECTED:
+            of_bounds = bounds + row * 4
+            if known > 0:
+                low, high, most, least = search(
+                    of_row,
+                    n,
+                    as_key(tl.load(of_bounds)),
+                    high * 0 + _INF + 1,
+                    most * 0.0 + room,  # at most
+                    least,
+                    as_key(tl.load(of_bounds + 1)),
+                    as_key(tl.load(of_bounds + 2)),
+                    as_key(tl.load(of_bounds + 3)),
+                    wanted,
+                    COUNT_TILE,
+                )
+                halved = 0
+                guesses = _TOLD - 1
+        for guess in range(0, guesses):
             if (high - low > 1) & (most != wanted):
-                share = tl.where(guess < 2, 0.5, (most - wanted) / (most - least))
-                apart = tl.where(guess < 2, 0.25, 0.125)
+                share = tl.where(guess < halved, 0.5, (most - wanted) / (most - least))
+                apart = tl.where(guess < halved, 0.25, 0.125)
                 bottom = as_float(low)
                 width = as_float(tl.minimum(high, _INF)) - bottom
                 key1 = as_key(bottom + width * tl.maximum(share - apart, 0.01))
@@ -652,8 +706,20 @@ def topk(
         # how many of those equal to it are wanted: all that there are, or those that are missing
         ties = tl.where(most == wanted, chosen, chosen - least.to(tl.int32))
         ties = tl.where(low > _ABSENT, ties, 0)
-        written = 0
-        for s in range(0, n, SORT_TILE):
+        tiles = (n + SORT_TILE - 1) // SORT_TILE
+        begin = tiles * piece // pieces
+        before = begin * SORT_TILE
+        higher = tl.zeros((COUNT_TILE,), tl.float32)
+        alike = tl.zeros((COUNT_TILE,), tl.float32)
+        for s in range(0, before, COUNT_TILE):
+            v = tl.load(of_row + s + c, mask=c < before - s, other=float("-inf"))
+            higher += tl.where(v > at_least, 1.0, 0.0)
+            alike += tl.where(v == at_least, 1.0, 0.0)
+        written = tl.minimum(tl.sum(alike, 0).to(tl.int32), ties)
+        ties -= written
+        written += tl.sum(higher, 0).to(tl.int32)
+        for tile in range(begin, tiles * (piece + 1) // pieces):
+            s = tile * SORT_TILE
             v = tl.load(of_row + s + p, mask=p < n - s, other=float("-inf"))
             equal = tl.where(v == at_least, 1.0, 0.0)
             here = tl.sum(equal, 0).to(tl.int32)
@@ -677,7 +743,7 @@ def topk(
                     position = tl.where(known > 0, candidate, position)
                 tl.store(to + written + p, position, mask=p < taken)
                 written += taken
-        for s in range(written, chosen, SORT_TILE):
+        for s in range(tl.where(piece == pieces - 1, written, chosen), chosen, SORT_TILE):
             tl.store(to + s + p, tl.full((SORT_TILE,), -1, tl.int32), mask=p < chosen - s)
 
 
@@ -878,7 +944,8 @@ def select(
     plan.arguments["reach"] = reach
     lengths = {name: plan.arguments[name] for name in ("query_lengths", "requests", "tokens")}
     packed = {name: plan.flags[name] for name in ("Q_TND", "Q_LENGTHS")} | {"TOKENS": each}
-    room, aim = _candidates(count, plan.reach)
+    room, aims = _candidates(count, plan.reach)
+    packing = tune.only("lightning_indexer.topk")
     wide = tiling.up(plan.reach, product.tiles["KEY_TILE"]) + room
     at_once = tiling.at_once(plan.rows, wide * 4)
     rounds = [
@@ -890,6 +957,7 @@ def select(
     found = memory.empty((most * each, wide), torch.float32, query.device)
     positions = memory.empty((min(plan.rows, at_once), room), torch.float32, query.device)
     missed = memory.empty((min(plan.rows, at_once),), torch.int32, query.device)
+    bounds = memory.empty((min(plan.rows, at_once), 4), torch.float32, query.device)
     for first, rows, groups in rounds:
         scores[(cores.cube(),)](
             q,
@@ -929,6 +997,7 @@ def select(
         of_rows = dict(
             positions=positions,
             missed=missed,
+            bounds=bounds,
             first=first,
             rows=rows,
             wide=wide,
@@ -944,17 +1013,20 @@ def select(
             pieces = max(1, cores.vector() // rows)
             collect[(min(rows * pieces, cores.vector()),)](
                 found,
-                aim=aim,
+                **aims,
                 pieces=pieces,
                 **of_rows,
                 **tune.only("lightning_indexer.collect").keywords,
             )
-        topk[(min(rows, cores.vector()),)](
+        tiles = -(-(room or plan.reach) // packing.tiles["SORT_TILE"])
+        pieces = max(1, min(cores.vector() // rows, tiles))
+        topk[(min(rows * pieces, cores.vector()),)](
             found,
             out=indices,
+            pieces=pieces,
             COLLECTED=room > 0,
             **of_rows,
-            **tune.only("lightning_indexer.topk").keywords,
+            **packing.keywords,
         )
         if wanted:
             values[(min(rows, cores.vector()),)](
@@ -1018,17 +1090,19 @@ def _tiles(plan: ragged.Plan, page: int, query: Tensor, *by_head: Tensor) -> tun
     )
 
 
-def _candidates(chosen: int, reach: int) -> tuple[int, int]:
-    """(room for the candidates of a row, how many of them to aim at), or zeros where a row is too
-    short for it.  The root of a number that a sample counts deviates by a half, whatever it is."""
+def _candidates(chosen: int, reach: int) -> tuple[int, dict[str, int]]:
+    """(room for the candidates of a row, how many scores the bounds aim at: all candidates, and a
+    few more and fewer than are chosen), or no room where a row is too short for it.  The root of a
+    number that a sample counts deviates by a half, whatever it is."""
     sample = 4 * tune.only("lightning_indexer.collect").tiles["QUARTER"]
     root = math.sqrt(chosen * sample / reach)
-    room, aim = (
-        math.ceil((root + deviations) ** 2 * reach / sample)
-        for deviations in (_DEVIATIONS, _DEVIATIONS / 2)
-    )
-    room = tiling.up(room, tune.only("lightning_indexer.topk").tiles["COUNT_TILE"])
-    return (room, aim) if 2 * room <= reach else (0, 0)
+
+    def at(deviations: float) -> int:
+        return math.ceil(max(root + deviations, 0) ** 2 * reach / sample)
+
+    aims = dict(aim=at(_DEVIATIONS / 2), more=at(1.5), fewer=at(-1.5))
+    room = tiling.up(at(_DEVIATIONS), tune.only("lightning_indexer.topk").tiles["COUNT_TILE"])
+    return (room, aims) if 2 * room <= reach else (0, aims)
 
 
 def _groups(plan: ragged.Plan, first: int, rows: int, each: int) -> int:

@@ -722,7 +722,7 @@ def _held(rows: int, depth: int, weights: int) -> tune.Config | None:
     found = [
         config
         for config in tune.TABLE["product.held_products"]
-        if config.tiles["ROWS"] // 2 < rows <= config.tiles["ROWS"]
+        if config.tiles["ROWS"] == max(16, triton.next_power_of_2(rows))
         and 2 * depth * (config.tiles["ROWS"] + 16 * weights * config.tiles["PANELS"])
         <= tiling.A3.l1
     ]

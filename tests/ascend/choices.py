@@ -52,12 +52,12 @@ def _convolutions() -> Iterator[Choice]:
 
 
 def _products() -> Iterator[Choice]:
-    """Four heads of 512 columns: sixteen tiles."""
+    """Four heads of 512 columns: sixteen tiles, or eight of twice as many columns."""
     given = dict(x=_t(2, 4, 128), w=_t(4, 128, 512), out=_t(2, 4, 512))
     yield Choice("product", "heads", given, "nd_product", dict(programs=16))
     given |= dict(x=_t(2, 4, 192), out_rope=_t(2, 4, 64), sin=_t(2, 64), cos=_t(2, 64))
     given |= dict(interleaved=False)
-    yield Choice("absorption", "queries", given, "absorb", dict(programs=16))
+    yield Choice("absorption", "queries", given, "absorb", dict(programs=8))
 
 
 def _rows() -> Iterator[Choice]:

@@ -189,6 +189,9 @@ def compare(name: str, record: bool, only: str) -> None:
             ours=round(us, 1),
             binds=binds,
         )
+        if figure.stages is not None:
+            by_model, measured = figure.stages()
+            kept_row["stages"] = dict(ours=round(by_model, 1), us=measured)
         rows.append(kept_row)
         over = ", ".join(f"{us / x:.2f} of {by}'s {x:g}" for by, x in figure.us.items())
         print(f"{figure.what:<48}{us:>9.1f}  {over}; {binds}", flush=True)

@@ -259,7 +259,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("least, key2, key1, key3", "a guess may narrow less; the passes by keys find the same"),
         ("least, key1, key3, key2", "a guess may narrow less; the passes by keys find the same"),
         ("high - low >= 1", "a bracket of one key is not narrowed by another pass"),
-        ("guess <= 2", "another guess, and the search ends at the same key"),
+        ("guess <= halved", "another guess, and the search ends at the same key"),
         ("here >= ties", "where as many tie as are wanted, the cut leaves them all"),
     ),
     "lightning_indexer.values": (("position > 0 (2)", "position 0 is looked up at 0 either way"),),
@@ -291,8 +291,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("config.tiles['PANELS'] < 8", _TILES),
     ),
     "product._held": (
-        ("// 2 <= rows", _TILES),
-        ("rows < config.tiles['ROWS']", _TILES),
         ("< tiling.A3.l1", _TILES),
         ("found, weights, depth)", _NAMED),
     ),

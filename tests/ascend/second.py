@@ -400,7 +400,7 @@ def compare_named(record: bool) -> None:
         over = row["second"] / row["us"]
         print(f"{row['op']:<24}{row['us']:>9.1f}{row['second']:>9.1f}{over:>7.2f}  {row['shapes']}")
     products = [x["second"] / x["us"] for x in rows if x["op"].startswith("MatMul")]
-    for name, found in (("ours", forms.ratios()), ("second", products)):
+    for name, found in (("ours", forms.ratios(forms.cann())), ("second", products)):
         print(
             f"{name}: {forms.within(found)} of {len(found)} products within 30%, geometric mean "
             f"{published.mean(found):.2f}, off by {forms.spread(found):.2f}"

@@ -669,8 +669,8 @@ CONTROLS = (
     Control(
         "the candidates of the pieces before",
         OP[4:],
-        "for tile in range(0, begin)",
-        "for tile in range(0, begin - 1)",
+        "before = begin * TILE",
+        "before = begin * TILE - TILE",
         "candidates",
     ),
     Control(
@@ -732,9 +732,23 @@ CONTROLS = (
     Control(
         "the last tile forgotten where it has one key",
         OP[4:],
-        "for s in range(0, n, SORT_TILE)",
-        "for s in range(0, n - 1, SORT_TILE)",
+        "tiles = (n + SORT_TILE - 1) // SORT_TILE",
+        "tiles = (n + SORT_TILE - 2) // SORT_TILE",
         "one key in the last tile",
+    ),
+    Control(
+        "what the pieces before take, without the ties",
+        OP[4:],
+        "ties -= written",
+        "ties -= 0",
+        "ties alone, two tiles",
+    ),
+    Control(
+        "a piece is packed where the row begins",
+        OP[4:],
+        "written += tl.sum(higher, 0).to(tl.int32)",
+        "written += 0",
+        "paged, k 2048 of 2049, 2048 and 5000",
     ),
     Control(
         "the window that is open scored alone",
