@@ -508,13 +508,15 @@ def test_a_rank_has_its_heads_channels_and_states(tokens, gdn, monkeypatch):
     assert not torch.equal(kept, states)
 
 
-def build_delta(gdn: Any, kept: str, drafts: bool, ranks: int = 1) -> None:
+def build_delta(gdn: Any, kept: str, drafts: bool, ranks: int = 1, **has: Any) -> Any:
     """With what vLLM's layer has that its stub leaves open."""
     method = SimpleNamespace(method="mtp") if drafts else None
     config = configuration(speculative_config=method, data_parallel_size=ranks)
     config.cache_config = SimpleNamespace(mamba_cache_mode=kept)
-    names = ("get_attn_backend", "get_kv_cache_spec")
-    type("Layer", (gdn.GatedDelta,), dict.fromkeys(names))(None, config)
+    config.load_config = SimpleNamespace(load_format=has.pop("load_format", "auto"))
+    names = dict.fromkeys(("get_attn_backend", "get_kv_cache_spec"))
+    has = dict(gqa_interleaved_layout=False) | has
+    return type("Layer", (gdn.GatedDelta,), names | has)(None, config)
 
 
 @pytest.mark.parametrize(
@@ -533,6 +535,53 @@ def test_the_delta_rule_is_refused_where_it_was_not_tried(kept, drafts, ranks, m
 @pytest.mark.parametrize(("kept", "drafts"), [("align", False), ("none", True)])
 def test_the_delta_rule_is_served(kept, drafts, gdn):
     build_delta(gdn, kept, drafts)
+
+
+@pytest.mark.parametrize(
+    ("load_format", "quantised", "in_order"),
+    [("auto", False, True), ("sharded_state", False, False), ("auto", True, False)],
+)
+def test_fused_projections_are_put_in_order_as_they_are_read(load_format, quantised, in_order, gdn):
+    """Of two ranks, each of two key heads of 3 with two value heads of 5."""
+    read = []
+    qkvz, ba = (
+        SimpleNamespace(
+            weight=SimpleNamespace(weight_loader=lambda param, rows: read.append(rows[:, 0])),
+            quant_method=object() if quantised else object.__new__(gdn.UnquantizedLinearMethod),
+        )
+        for _ in range(2)
+    )
+    layer = build_delta(
+        gdn,
+        "none",
+        False,
+        load_format=load_format,
+        gqa_interleaved_layout=True,
+        in_proj_qkvz=qkvz,
+        in_proj_ba=ba,
+        num_k_heads=4,
+        num_v_heads=8,
+        head_k_dim=3,
+        head_v_dim=5,
+        tp_size=2,
+    )
+    assert layer.by_key_heads is not in_order
+    kinds = [("q", 3), ("k", 3), ("v", 10), ("z", 10)]
+    rows = [(h, kind, i) for h in range(4) for kind, n in kinds for i in range(n)]
+    qkvz.weight.weight_loader(None, torch.arange(len(rows))[:, None])
+    ba.weight.weight_loader(None, torch.arange(16)[:, None])
+    if in_order:
+        ordered = [
+            (h, kind, i)
+            for heads in ((0, 1), (2, 3))
+            for kind, n in kinds
+            for h in heads
+            for i in range(n)
+        ]
+        assert [rows[i] for i in read[0]] == ordered
+        assert read[1].tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+    else:
+        assert [x.tolist() for x in read] == [list(range(len(rows))), list(range(16))]
 
 
 @pytest.mark.parametrize("uniform", [True, False])

@@ -35,6 +35,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
                 "cache_config",
                 "compilation_config",
                 "kv_transfer_config",
+                "load_config",
                 "lora_config",
                 "model_config",
                 "parallel_config",
@@ -44,6 +45,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         },
         "vllm.config.cache": {"CacheConfig": ("block_size", "cache_dtype", "mamba_cache_mode")},
         "vllm.config.compilation": {"CompilationConfig": ("static_forward_context",)},
+        "vllm.config.load": {"LoadConfig": ("load_format",)},
         "vllm.config.model": {"ModelConfig": ("dtype", "hf_config", "hf_text_config")},
         "vllm.config.parallel": {
             "ParallelConfig": (
@@ -80,6 +82,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "MinimaxM3QKVParallelLinearWithIndexer": ("__init__",),
             "ReplicatedLinear": ("__init__",),
             "RowParallelLinear": ("__init__", "reduce_results"),
+            "UnquantizedLinearMethod": ("apply",),
         },
         "vllm.model_executor.layers.mamba.abstract": {"MambaBase": ("kv_cache",)},
         "vllm.model_executor.layers.mamba.gdn.base": {

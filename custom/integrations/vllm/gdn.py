@@ -230,13 +230,17 @@ class GatedDelta(DeltaRule, QwenGatedDeltaNetAttention):
         check_rule_modes(vllm_config)
         super().__init__(config, vllm_config, *args, **kwargs)
         self.by_key_heads = self.gqa_interleaved_layout  # Qwen3-Next
-        unquantised = type(self.in_proj_qkvz.quant_method) is UnquantizedLinearMethod
-        if self.by_key_heads and unquantised and vllm_config.load_config.load_format not in AS_KEPT:
+        if self.by_key_heads and self.loaded_as_they_are(vllm_config):
             values = self.num_v_heads // self.num_k_heads
             k, v = self.head_k_dim, self.head_v_dim * values
             self.load_by_kind(self.in_proj_qkvz.weight, [k, k, v, v])
             self.load_by_kind(self.in_proj_ba.weight, [values, values])
             self.by_key_heads = False
+
+    def loaded_as_they_are(self, vllm_config: VllmConfig) -> bool:
+        method = self.in_proj_qkvz.quant_method
+        unquantised = type(method) is UnquantizedLinearMethod
+        return unquantised and vllm_config.load_config.load_format not in AS_KEPT
 
     def load_by_kind(self, weight: Any, sizes: list[int]) -> None:
         """Once here instead of every step's outputs: a rank's rows of all queries, then of all keys

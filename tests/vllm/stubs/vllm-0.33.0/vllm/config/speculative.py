@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import nn
 
+if TYPE_CHECKING:
+    from vllm.config.load import LoadConfig
+
 class SpeculativeConfig:
     num_speculative_tokens: int = ...
     method: Any = ...

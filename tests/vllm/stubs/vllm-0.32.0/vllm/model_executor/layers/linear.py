@@ -24,3 +24,6 @@ class ReplicatedLinear:
 class RowParallelLinear:
     def __init__(self, input_size: int, output_size: int, bias: bool=..., input_is_parallel: bool=..., skip_bias_add: bool=..., params_dtype: torch.dtype | None=..., reduce_results: bool=..., quant_config: Any=..., prefix: str=..., *, return_bias: bool=..., disable_tp: bool=...) -> None: return
     reduce_results: Any
+
+class UnquantizedLinearMethod:
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None=...) -> torch.Tensor: ...
