@@ -367,7 +367,8 @@ def _atomic_add(pointer, value, mask=None, sem=None, scope=None):
     memory, at, mask = pointer.memory(mask)
     with _ATOMIC:
         before = memory[at].clone()
-        memory.index_put_((at[mask],), _block(value).expand(at.shape)[mask], accumulate=True)
+        added = _block(value).to(memory.dtype).expand(at.shape)[mask]
+        memory.index_put_((at[mask],), added, accumulate=True)
     return _block(before)
 
 
