@@ -78,15 +78,16 @@ CASES = (
         case(f"one head, {batch} tokens", projected(batch, 1, 1, 1, hidden=64), cores=(24, 7))
         for batch in (32, 128)
     ),
-    # as many columns as 24 cores have tiles of 10 and 11 panels; of 128 tokens too deep for L1
+    # as many columns as 24 cores have tiles of 10 and 11 panels; 3 and 128 rows are held where they
+    # fit into L1, and do not here
     *(
         case(
             f"{columns} columns, {batch} tokens",
-            projected(batch, 1, 1, 1, ranks=2048 if batch == 128 else 512, hidden=columns),
+            projected(batch, 1, 1, 1, ranks=ranks, hidden=columns),
             cores=(24, 7),
         )
         for columns in (3776, 4096)
-        for batch in (3, 32, 60, 128)
+        for batch, ranks in ((3, 6144), (32, 512), (60, 512), (128, 2048))
     ),
     *(
         case(f"8 groups of 1024, {batch} tokens", projected(batch, 1, 8, 8, hidden=64), cores=(24,))

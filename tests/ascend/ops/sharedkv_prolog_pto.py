@@ -96,6 +96,8 @@ SMALL = dict(hidden=208, rank=176, size=64, rotary=32, index=(16, 48))
 CASES = (
     case("model, a shard of 8 heads", prolog([9, 300], [2, 1], 2, 8), cores=(24,)),
     case("model, a shard of 16 heads", prolog([9, 300], [2, 1], 2, 16, hidden=512), cores=(24,)),
+    # too deep for L1 beside three weights
+    case("a token, Pro's depths", prolog([300], None, 1, 1, hidden=7168, rank=1536), cores=(24,)),
     # the forms of more tokens
     case("32 requests", prolog([40] * 32, [1] * 32, 1, 2, hidden=1024), cores=(24,)),
     case("64 requests of 2", prolog([40] * 64, [2] * 64, 2, 1, hidden=512), cores=(24,)),
