@@ -11,6 +11,7 @@ import time
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -346,11 +347,7 @@ def of_loss(heads: int, size: int, S: int, S2: int, K: int, lse: bool) -> dict:
 def test_loss_of_narrow_keys(heads, size, lse, monkeypatch):
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
     stand_in(monkeypatch, loss, indexer_loss, hopper.indexer_loss_narrow)
-    calls = []
-    launch = hopper.indexer_loss_narrow.launch
-    monkeypatch.setattr(
-        hopper.indexer_loss_narrow, "launch", lambda *x: (calls.append(x), launch(*x))
-    )
+    calls = counted(monkeypatch, hopper.indexer_loss_narrow)
     given = of_loss(heads, size, 3, 150, 130, lse)
     got = indexer_loss.forward(**given)
     assert len(calls) == 1
@@ -382,9 +379,7 @@ def test_gradient_of_the_indexer(case, monkeypatch):
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
     grad = hopper.lightning_indexer_grad
     stand_in(monkeypatch, rows, selection, scatter, hopper.rows, lightning_indexer_grad, grad)
-    calls = []
-    launch = grad.launch
-    monkeypatch.setattr(grad, "launch", lambda *x, **y: (calls.append(x), launch(*x, **y)))
+    calls = counted(monkeypatch, grad)
     attention, every = arguments(torch.bfloat16, **GRADIENTS[case])
     index = attention["sparse_indices"]
     given = dict(
@@ -403,6 +398,13 @@ def test_gradient_of_the_indexer(case, monkeypatch):
     wide = {name: given[name].double() for name in ("query", "key", "weights", "dy")}
     for one, want in zip(got, reference_grad.backward(**given | wide), strict=True):
         near(one, want)
+
+
+def counted(monkeypatch, module):
+    """The calls of a module's launcher, which runs as before."""
+    spy = mock.Mock(wraps=module.launch)
+    monkeypatch.setattr(module, "launch", spy)
+    return spy.call_args_list
 
 
 def normal(*shape, std=1.0):
