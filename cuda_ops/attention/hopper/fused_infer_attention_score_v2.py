@@ -317,6 +317,7 @@ def _multiply(row_max, acc, tiles, t):
     tile = t & 1
     mbarrier.wait(bars.index(RIGHT + tile), (t >> 1) & 1)
     mbarrier.wait(bars.index(WEIGHED + tile), (t >> 1) & 1)
+    barrier()  # racecheck believes a wait only where its warps meet after it
     fence_async_shared()
     new = tiles.exchange.index(tile).load(gl.SliceLayout(1, S))
     weights, values = tiles.rope.index(tile), tiles.right.index(tile)
@@ -334,7 +335,7 @@ def _pass_on(row_sum, tiles, phase, NUMBER: gl.constexpr):
         arrive(bars, SUMMED)
     else:
         mbarrier.wait(bars.index(SUMMED), phase)
-        barrier()  # racecheck believes the wait only where its warps meet after it
+        barrier()  # for racecheck, as above
         row_sum = exchange.index(2).load(gl.SliceLayout(1, S))
         arrive(bars, SUMMED + 1)
     return row_sum
