@@ -79,8 +79,9 @@ def _rest(function: Callable[..., Any], others: Mapping[str, Any]) -> None:
 
 def normalised(x: Tensor) -> Tensor:
     """In rows of length 1."""
-    wide = x.float()
-    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    return (x * torch.rsqrt(length * length + 1e-6)).to(x.dtype)
 
 
 def decay(

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override  # of torch
 from vllm.config import VllmConfig
@@ -35,7 +34,7 @@ from ...delta_rule import (
     npu_recurrent_gated_delta_rule,
 )
 from ...gated_norm import npu_gated_rms_norm
-from ..kernels import normalised
+from ..kernels import decay, normalised
 from .modes import check_modes
 
 # formats of weights as an engine keeps them, which come by no loader of theirs
@@ -157,13 +156,13 @@ class DeltaRule:
             taken = None
         token = torch.arange(len(qkv), device=qkv.device)
         request = torch.bucketize(token, starts[1:], right=True).clamp(max=n - 1)
-        q, k, v, g, beta = self.gates(mixed, a, b)
+        q, k, v, g = self.gates(mixed, a)
         out = npu_recurrent_gated_delta_rule(
             q,
             k,
             v,
             states,
-            beta=beta,
+            beta=b.sigmoid() * (1 + self.allow_neg_eigval),
             g=g,
             actual_seq_lengths=starts.diff(),
             ssm_state_indices=slots[request, token - starts[request]],
@@ -171,16 +170,12 @@ class DeltaRule:
         )
         core_attn_out[every] = self.gated(out, z)
 
-    def gates(
-        self, mixed: Tensor, a: Tensor, b: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Queries and keys [T, N, Dk] of length 1, values [T, Nv, Dv], decay and rate [T, Nv]."""
+    def gates(self, mixed: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries and keys [T, N, Dk] of length 1, values [T, Nv, Dv], decay [T, Nv]."""
         keys, values = self.key_dim // self.tp_size, self.value_dim // self.tp_size
-        q, k, v = mixed.split([keys, keys, values], -1)
-        q, k = (normalised(each.unflatten(-1, (-1, self.head_k_dim))) for each in (q, k))
-        g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
-        v = v.unflatten(-1, (-1, self.head_v_dim)).contiguous()
-        return q.contiguous(), k.contiguous(), v, g, b.sigmoid() * (1 + self.allow_neg_eigval)
+        qk, v = mixed.split([2 * keys, values], -1)
+        q, k = normalised(qk.unflatten(-1, (-1, self.head_k_dim))).chunk(2, 1)
+        return q, k, v.unflatten(-1, (-1, self.head_v_dim)), decay(a, self.A_log, self.dt_bias)
 
     def prefill(
         self,
@@ -195,15 +190,17 @@ class DeltaRule:
         mixed, initial, slots, starts = convolved(
             batch, columns, states, qkv, self.taps(), self.activation
         )
-        q, k, v, g, beta = self.gates(mixed, a, b)
+        q, k, v, g = self.gates(mixed, a)
         out, final = npu_chunk_gated_delta_rule(
             q,
             k,
             v,
-            beta=beta,
+            beta=b,
             g=g,
             initial_state=initial,
             actual_seq_lengths=starts.diff(),
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.allow_neg_eigval,
         )
         states[slots] = final
         return out
