@@ -13,7 +13,8 @@ A profile of each part says where a step's time goes, on the GPU and on the host
 
 No compiled extension of vLLM is needed: a wheel without its .so files, with tests/vllm/extension.py
 as `vllm/_C_stable_libtorch.py` and empty `vllm/vllm_flash_attn/_vllm_fa{2,3}_C.py`, will do.
-Engines start side by side; what is timed runs alone.  Parts `-two` take two cards.
+Engines start side by side; once all have, they are timed in turns, and judged after that.  Parts
+`-two` take two cards.
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,26 +219,21 @@ def profile(engine: Any, texts: list[list[int]], count: int = NEW // 8) -> str:
     return "\n".join([*out, f"the host, {count} decode steps", told.getvalue()])
 
 
-def tell(root: Path, what: signal.Signals) -> None:
-    """The other parts."""
-    for each in root.glob("*.pid"):
-        if int(each.stem) != os.getpid():
-            with suppress(ProcessLookupError):
-                os.kill(int(each.stem), what)
+def meet(root: Path, name: str, stage: str) -> None:
+    """Wait until the other parts are as far as part `name`, or have ended."""
+    (root / f"{name}.{stage}").touch()
+    for other in json.loads((root / "parts.json").read_text()):
+        while not any((root / f"{other}.{each}").exists() for each in (stage, "ended")):
+            time.sleep(0.1)
 
 
 @contextmanager
-def alone(root: Path) -> Iterator[None]:
-    """The other parts stop meanwhile, each in its turn."""
+def turn(root: Path) -> Iterator[None]:
+    """One part at a time, while the engines of the others wait."""
     time.sleep(0.2)  # who waits has the lock by now
     with (root / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        tell(root, signal.SIGSTOP)
-        try:
-            time.sleep(0.5)  # what they have launched ends
-            yield
-        finally:
-            tell(root, signal.SIGCONT)
+        yield
 
 
 def save(model: Any, folder: Path) -> None:
@@ -285,13 +280,13 @@ def start(part: Part, model: Any, folder: Path) -> Any:
     )
 
 
-def run(part: Part, root: Path, told: Path | None) -> Iterator[dict[str, Any]]:
+def run(name: str, root: Path, told: Path | None) -> Iterator[dict[str, Any]]:
     """What is known, and then what else is; a profile is written to `told`."""
+    part = PARTS[name]
     import torch
 
     from custom.bench.models import MODELS
 
-    (root / f"{os.getpid()}.pid").touch()
     (made,) = [each for each in MODELS if each.name == part.model]
     model = made.make(torch.device(DEVICE))
     begun = time.perf_counter()
@@ -301,23 +296,24 @@ def run(part: Part, root: Path, told: Path | None) -> Iterator[dict[str, Any]]:
         generate(engine, prompts(sized, count=count), 4)  # compiles
     known: dict[str, Any] = dict(start=time.perf_counter() - begun, times=[])
     yield known
+    meet(root, name, "started")
     for count in COUNTS:
         runs = []
         for n in range(RUNS):
-            with alone(root):
+            with turn(root):
                 runs.append(timed(engine, prompts(sized, 100 * n + count, count)))
         known["times"].append([max(each) for each in zip(*runs, strict=True)])
         yield known
     if told is not None:
-        with alone(root):
+        with turn(root):
             told.write_text(profile(engine, prompts(sized, 4)))
+    meet(root, name, "timed")
     texts = prompts(sized, 5)
     rounds = 2 if part.options.get("enable_prefix_caching") else 1  # then behind its own prefixes
     outputs = [each for _ in range(rounds) for each in generate(engine, texts, NEW)]
     del engine
     gc.collect()
     verdict = judge(model, texts * rounds, outputs, part.roundings)
-    (root / f"{os.getpid()}.pid").unlink()
     yield dict(known, **verdict._asdict(), of=sum(map(len, outputs)))
 
 
@@ -349,7 +345,7 @@ def answer(name: str, root: Path, told: Path | None) -> tuple[dict[str, Any], st
         said = done.stdout
     except subprocess.TimeoutExpired as error:
         said = f"{(error.stdout or b'').decode()}\nmore than {LIMIT} s"
-        tell(root, signal.SIGCONT)  # which it may have stopped
+    (root / f"{name}.ended").touch()
     file = root / f"{name}.json"
     return json.loads(file.read_text()) if file.exists() else {}, said
 
@@ -397,10 +393,14 @@ def main(names: list[str]) -> int:
     print("|---|---|---|---|---|---|---|", flush=True)
     memory = os.path.isdir(MEMORY) and shutil.disk_usage(MEMORY).free > 24 << 30
     with (
-        tempfile.TemporaryDirectory(dir=MEMORY if memory else None) as root,
+        tempfile.TemporaryDirectory(dir=MEMORY if memory else None) as folder,
         ThreadPoolExecutor(TOGETHER) as pool,
     ):
-        reports = list(pool.map(lambda name: report(name, Path(root), told), names))
+        root, reports = Path(folder), []
+        for i in range(0, len(names), TOGETHER):
+            together = names[i : i + TOGETHER]
+            (root / "parts.json").write_text(json.dumps(together))
+            reports += pool.map(lambda name: report(name, root, told), together)
     compare({name: x for name, (x, _) in zip(names, reports, strict=True)})
     return sum(not right for _, right in reports)
 
@@ -408,7 +408,7 @@ def main(names: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--part"]:
         given, where = sys.argv[2], Path(sys.argv[3])
-        for found in run(PARTS[given], where, Path(sys.argv[4]) if sys.argv[4:] else None):
+        for found in run(given, where, Path(sys.argv[4]) if sys.argv[4:] else None):
             (where / f"{given}.json").write_text(json.dumps(found))
     else:
         sys.exit(main(sys.argv[1:]))
