@@ -17,7 +17,8 @@ those from there and the others from the heads.  Few tokens: products are cut al
     else                                _turned, prolog/nz_matmul.py then _added,
                                         prolog/quantised_stages.py then _added
 
-Fp8 whose blocks of 128 are parts of heads: `_turned` and the first `_added` quantise as well.
+Fp8 whose blocks of 128 are parts of heads: `_turned` and the first `_added` quantise as well; of
+many tokens on Hopper the first product does so itself, and no `_added` runs.
 
 `turned_back`, of the whole layer without its projection:
 

@@ -23,7 +23,7 @@ float32; else of float16, which has every e4m3.  Those of int8 are of int8.  `pr
 `narrow_product`, whose sums are quantised in turn:
 
     condition                            kernels
-    as the first one above               hopper/quantised_prompt_matmul.py
+    any                                  hopper/quantised_prompt_matmul.py
 
 `activations`, which quantises x:
 

@@ -27,7 +27,7 @@ from ...common.gluon_names import barrier, reinterpret, tma_load
 from ...common.hopper.tma import DTYPES, describe_box
 from ...common.tiling import cdiv
 from ...runtime import launches
-from .prompt_matmul import halves, put, tile_at
+from .fused_gemm import halves, put, tile_at
 
 TOKENS, COLUMNS, HALF = 256, 128, 64
 BLOCK_T, BLOCK_N, WAVE = gl.constexpr(TOKENS), gl.constexpr(COLUMNS), gl.constexpr(HALF)
