@@ -142,16 +142,19 @@ def _turned(
     mask = there[:, None] & ((j >= 0) & (j < D))[None, :]
     at = token * (HEADS * D) + (head * D)[:, None]
     to = (head // OF_GROUP * tl.cast(tokens, tl.int64) + token) * OF_GROUP + head % OF_GROUP
-    if CHAINED and FIRST:
-        handover.begin(True)
-    elif CHAINED:
+    # x takes longest to come; a kernel of the op ahead may still be making it
+    if CHAINED and not FIRST:
         gdc_launch_dependents()
+    else:
+        handover.begin(CHAINED)
+        u = tl.load(x + at + j[None, :], mask=mask, other=0.0)
     turns = (angle >= 0) & (angle < DR)
     c = tl.load(cos + token * DR + angle, mask=turns, other=1.0).to(tl.float32)[None, :]
     s = tl.load(sin + token * DR + angle, mask=turns, other=0.0).to(tl.float32)[None, :]
     if CHAINED and not FIRST:
         gdc_wait()
-    u = tl.load(x + at + j[None, :], mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(x + at + j[None, :], mask=mask, other=0.0)
+    u = u.to(tl.float32)
     first, second = tl.split(tl.reshape(u, [BLOCK, PAD // 2, 2]))
     turned = tl.join(first * c + second * s, second * c - first * s)
     turned = tl.reshape(turned, [BLOCK, PAD])
