@@ -394,6 +394,34 @@ def is_prompt(x: Rows, weight: Weight, form: int, dtype: torch.dtype, groups: in
     return hopper.supports(values, [read]) and prompt.supports(values, weight.size, groups, dtype)
 
 
+def _by_prompt(
+    x: Rows,
+    weight: Weight,
+    out: Tensor,
+    out_scale: Tensor | None,
+    dtype: torch.dtype,
+    groups: int,
+    *,
+    first: bool = False,
+    second: bool = False,
+    forked: bool = False,
+) -> None:
+    prompt.launch(
+        quantise.to_read(x.values)[0],
+        x.scale,
+        quantise.to_read(weight.values)[0],
+        weight.scale,
+        weight.size,
+        out,
+        out_scale,
+        dtype,
+        first=first,
+        second=second,
+        forked=forked,
+        groups=groups,
+    )
+
+
 def product(
     x: Rows,
     weights: Sequence[Weight],
@@ -415,19 +443,8 @@ def product(
     tokens //= groups
     if len(weights) == 1 and not keep_float and is_prompt(x, weights[0], form, dtype, groups):
         out = memory.empty((1, tokens, groups * weights[0].size), dtype, x.values.device)
-        prompt.launch(
-            quantise.to_read(x.values)[0],
-            x.scale,
-            quantise.to_read(weights[0].values)[0],
-            weights[0].scale,
-            weights[0].size,
-            out[0],
-            None,
-            dtype,
-            first=first,
-            second=second,
-            forked=forked,
-            groups=groups,
+        _by_prompt(
+            x, weights[0], out[0], None, dtype, groups, first=first, second=second, forked=forked
         )
         return out
     given = [weight.size for weight in weights] * groups
@@ -503,18 +520,5 @@ def narrow_product(x: Rows, weight: Weight, dtype: torch.dtype, *, groups: int =
     device = x.values.device
     values = memory.empty((tokens, columns), torch.float8_e4m3fn, device)
     scale = memory.empty((tokens, columns // BLOCK.value), torch.float32, device)
-    prompt.launch(
-        quantise.to_read(x.values)[0],
-        x.scale,
-        quantise.to_read(weight.values)[0],
-        weight.scale,
-        weight.size,
-        values,
-        scale,
-        dtype,
-        first=False,
-        second=False,
-        forked=False,
-        groups=groups,
-    )
+    _by_prompt(x, weight, values, scale, dtype, groups)
     return Rows(values, scale)
