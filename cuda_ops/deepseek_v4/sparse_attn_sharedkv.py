@@ -275,7 +275,7 @@ def _tiles(q: Tensor, most: int, itemsize: int) -> sparse_flash_attention.Tiles 
     )
     if tile is None:
         return None
-    if itemsize > 1 and tile.heads == 16 and limit >= 160 * 1024:
+    if itemsize > 1 and tile.heads == 16 and tile.splits > 1 and limit >= 160 * 1024:
         # so few rows that a program has one tile: one row on an H200, 2026-11, of 64 heads and 640
         # keys 11.6 us instead of 12.6, of 128 heads and 1152 keys 13.5 instead of 19.7
         programs = count * cdiv(heads, 16)
