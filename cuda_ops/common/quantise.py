@@ -97,6 +97,10 @@ def of_floats(x, alpha, KIND: tl.constexpr, UE8M0: tl.constexpr):
         else:
             scale = tl.div_rn(amax, amax * 0.0 + 448.0)
             y = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+        if KIND == NATIVE_FP8:
+            # ends at +-448 by itself
+            values = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            return values, scale
         y = tl.maximum(y, -448.0, propagate_nan=tl.PropagateNan.ALL)
         values = _as_e4m3(tl.minimum(y, 448.0, propagate_nan=tl.PropagateNan.ALL))
     return values, scale
@@ -146,6 +150,11 @@ def to_read(values: Tensor) -> tuple[Tensor, int]:
     if gpu.converts_fp8(values.device):
         return values.view(torch.float8_e4m3fn), NATIVE_FP8.value
     return values.view(torch.uint8), FP8.value
+
+
+def to_write(device: torch.device) -> int:
+    """The KIND of a writer of e4m3 on this GPU alone, which converts it where it can."""
+    return NATIVE_FP8.value if gpu.converts_fp8(device) else FP8.value
 
 
 def unsupported(**inputs: Any) -> str | None:

@@ -17,7 +17,8 @@ those from there and the others from the heads.  Few tokens: products are cut al
     else                                _turned, prolog/nz_matmul.py then _added,
                                         prolog/quantised_stages.py then _added
 
-Fp8 whose blocks of 128 are parts of heads: `_turned` and the first `_added` quantise as well.
+Fp8 whose blocks of 128 are parts of heads: `_turned` and the first `_added` quantise as well; of
+many tokens on Hopper the first product does so itself, and no `_added` runs.
 
 `turned_back`, of the whole layer without its projection:
 
@@ -141,16 +142,19 @@ def _turned(
     mask = there[:, None] & ((j >= 0) & (j < D))[None, :]
     at = token * (HEADS * D) + (head * D)[:, None]
     to = (head // OF_GROUP * tl.cast(tokens, tl.int64) + token) * OF_GROUP + head % OF_GROUP
-    if CHAINED and FIRST:
-        handover.begin(True)
-    elif CHAINED:
+    # x takes longest to come; a kernel of the op ahead may still be making it
+    if CHAINED and not FIRST:
         gdc_launch_dependents()
+    else:
+        handover.begin(CHAINED)
+        u = tl.load(x + at + j[None, :], mask=mask, other=0.0)
     turns = (angle >= 0) & (angle < DR)
     c = tl.load(cos + token * DR + angle, mask=turns, other=1.0).to(tl.float32)[None, :]
     s = tl.load(sin + token * DR + angle, mask=turns, other=0.0).to(tl.float32)[None, :]
     if CHAINED and not FIRST:
         gdc_wait()
-    u = tl.load(x + at + j[None, :], mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(x + at + j[None, :], mask=mask, other=0.0)
+    u = u.to(tl.float32)
     first, second = tl.split(tl.reshape(u, [BLOCK, PAD // 2, 2]))
     turned = tl.join(first * c + second * s, second * c - first * s)
     turned = tl.reshape(turned, [BLOCK, PAD])
@@ -220,16 +224,20 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
     if front.numel() == 0 or hidden == 0:
         return memory.empty((*front, hidden), dtype, attn_out.device)
     sin, cos, scale = a["rope_sin"], a["rope_cos"], a["dequant_scale_w_o_a"]
+    of_hidden = Weight(a["w_o_b"], hidden, a["dequant_scale_w_o_b"])
+    kind = quantised.kind_of(of_hidden.values.dtype)
+    narrow = kind == "fp8" and len(w_o_a) * ranks % quantised.TILE == 0
+    y: Tensor | Rows
     if scale is None:
         y = _groups(attn_out, w_o_a, weight_format, sin, cos, ranks)
     else:
-        y = _narrow_groups(attn_out, Weight(w_o_a, ranks, scale), weight_format, sin, cos)
-    of_hidden = Weight(a["w_o_b"], hidden, a["dequant_scale_w_o_b"])
+        weight = Weight(w_o_a, ranks, scale)
+        y = _narrow_groups(attn_out, weight, weight_format, sin, cos, narrow)
     rows = {}
-    kind = quantised.kind_of(of_hidden.values.dtype)
-    if kind == "fp8" and y.shape[-1] % quantised.TILE == 0:
-        rows[of_hidden.values.dtype] = _narrow_sum(y, dtype)
-        x = y[0]
+    if narrow:
+        y = y if isinstance(y, Rows) else _narrow_sum(y, dtype)
+        rows[of_hidden.values.dtype] = y
+        x = y.values
     else:
         x = _whole(y, dtype)
     [out] = products(x, rows, [of_hidden], weight_format, "ue8m0", dtype)
@@ -259,9 +267,10 @@ def _groups(
 
 
 def _narrow_groups(
-    attn_out: Tensor, w: Weight, weight_format: str, sin: Tensor, cos: Tensor
-) -> Tensor:
-    """The same, quantised, by a weight of 8 bits for each group."""
+    attn_out: Tensor, w: Weight, weight_format: str, sin: Tensor, cos: Tensor, narrow: bool
+) -> Tensor | Rows:
+    """The same, quantised, by a weight of 8 bits for each group.  `narrow`: the sums are to be
+    quantised, and already are where the product itself does it."""
     kind = quantised.kind_of(w.values.dtype)
     assert kind is not None  # the check said so
     groups, size = w.values.shape[0], attn_out.shape[-1]
@@ -273,8 +282,11 @@ def _narrow_groups(
     else:
         x = _turned_back(attn_out, sin, cos, groups, first=True)
         [rows] = quantised_matmul.activations([(x.flatten(0, 1), None)], kind, "ue8m0")
-    form = Weight(w.values[0], w.size, w.scale).form(weight_format)
-    return quantised_matmul.product(rows, [w], form, attn_out.dtype, groups=groups)
+    form, dtype = Weight(w.values[0], w.size, w.scale).form(weight_format), attn_out.dtype
+    whole = narrow and w.size % quantised.TILE == 0
+    if whole and quantised_matmul.is_prompt(rows, w, form, dtype, groups):
+        return quantised_matmul.narrow_product(rows, w, dtype, groups=groups)
+    return quantised_matmul.product(rows, [w], form, dtype, groups=groups)
 
 
 def turned_back(attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor) -> Tensor:
@@ -319,7 +331,7 @@ def _turn(
         D=size,
         DR=sin.shape[-1],
         GROUPS=groups,
-        KIND=quantise.PLAIN.value if scales is None else quantise.FP8.value,
+        KIND=quantise.PLAIN.value if scales is None else quantise.to_write(attn_out.device),
         BLOCK=block,
         CHAINED=chained,
         FIRST=first,

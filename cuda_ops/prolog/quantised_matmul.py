@@ -15,8 +15,15 @@ Products of fp8 with linear weights are of e4m3 where the GPU converts it, a blo
 float32; else of float16, which has every e4m3.  Those of int8 are of int8.  `product`:
 
     condition                            kernels
+    fp8, linear, Hopper, k in 16s,       hopper/quantised_prompt_matmul.py
+      one weight, many tokens
     fp8, linear, Hopper, k in 16s        hopper/quantised_matmul.py
     else                                 _product
+
+`narrow_product`, whose sums are quantised in turn:
+
+    condition                            kernels
+    any                                  hopper/quantised_prompt_matmul.py
 
 `activations`, which quantises x:
 
@@ -43,6 +50,7 @@ from ..common.tiling import cdiv, power_of_two
 from ..common.weight_forms import LINEAR, NZ, form_of
 from ..runtime import launches
 from .hopper import quantised_matmul as hopper
+from .hopper import quantised_prompt_matmul as prompt
 
 BLOCK = tl.constexpr(quantised.TILE)
 C0 = tl.constexpr(32)
@@ -378,6 +386,42 @@ def is_direct(weight: Tensor, form: int) -> bool:
     return fp8 and form == LINEAR.value and gpu.converts_fp8(weight.device)
 
 
+def is_prompt(x: Rows, weight: Weight, form: int, dtype: torch.dtype, groups: int) -> bool:
+    """Whether the product, of this dtype, is one of many tokens on Hopper."""
+    if not is_direct(weight.values, form):
+        return False
+    values, read = (quantise.to_read(of.values)[0] for of in (x, weight))
+    return hopper.supports(values, [read]) and prompt.supports(values, weight.size, groups, dtype)
+
+
+def _by_prompt(
+    x: Rows,
+    weight: Weight,
+    out: Tensor,
+    out_scale: Tensor | None,
+    dtype: torch.dtype,
+    groups: int,
+    *,
+    first: bool = False,
+    second: bool = False,
+    forked: bool = False,
+) -> None:
+    prompt.launch(
+        quantise.to_read(x.values)[0],
+        x.scale,
+        quantise.to_read(weight.values)[0],
+        weight.scale,
+        weight.size,
+        out,
+        out_scale,
+        dtype,
+        first=first,
+        second=second,
+        forked=forked,
+        groups=groups,
+    )
+
+
 def product(
     x: Rows,
     weights: Sequence[Weight],
@@ -397,6 +441,12 @@ def product(
     `groups`: x is [groups T, K], the one weight [groups, ..], and out [runs, T, groups N]."""
     tokens, depth = x.values.shape
     tokens //= groups
+    if len(weights) == 1 and not keep_float and is_prompt(x, weights[0], form, dtype, groups):
+        out = memory.empty((1, tokens, groups * weights[0].size), dtype, x.values.device)
+        _by_prompt(
+            x, weights[0], out[0], None, dtype, groups, first=first, second=second, forked=forked
+        )
+        return out
     given = [weight.size for weight in weights] * groups
     sizes = [weight.size for weight in weights] + [0] * (MOST - len(weights))
     kept = [*weights, *[weights[0]] * (MOST - len(weights))]
@@ -461,3 +511,14 @@ def product(
         launch_pdl=chained and not forked,
     )
     return out
+
+
+def narrow_product(x: Rows, weight: Weight, dtype: torch.dtype, *, groups: int = 1) -> Rows:
+    """As product, of what is_prompt says yes to, the columns in blocks of 128: rounded to `dtype`
+    and quantised."""
+    tokens, columns = x.values.shape[0] // groups, groups * weight.size
+    device = x.values.device
+    values = memory.empty((tokens, columns), torch.float8_e4m3fn, device)
+    scale = memory.empty((tokens, columns // BLOCK.value), torch.float32, device)
+    _by_prompt(x, weight, values, scale, dtype, groups)
+    return Rows(values, scale)

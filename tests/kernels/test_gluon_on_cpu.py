@@ -40,6 +40,7 @@ from custom.cuda_ops.common import (
     handover,
     lengths,
     loss,
+    quantise,
     rows,
     scatter,
     selection,
@@ -62,6 +63,7 @@ from custom.dispatch.reference.indexer import lightning_indexer_grad as referenc
 import custom
 from custom import to_nz
 
+from ..support import eight_bits
 from ..support.gluon_on_cpu import At, Program, stand_in
 from ..support.quantised_indexer import Problem
 from ..support.ragged import ends_within
@@ -436,8 +438,10 @@ def prologs(monkeypatch):
         hopper.prompt_matmul,
         hopper.quantised_heads,
         hopper.quantised_matmul,
+        hopper.quantised_prompt_matmul,
         hopper.rotation,
         hopper.tma,
+        quantise,
     ]
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
     monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
@@ -588,6 +592,57 @@ def test_fp8_product_of_groups(tokens, depth, sms, prologs, monkeypatch):
     )
     wanted = [wide(*x[g], 1) @ wide(weights[g][0], scales[g], 128).t() for g in range(groups)]
     near(parts.sum(0), torch.cat(wanted, 1), 1e-5)
+
+
+def narrow_groups(
+    groups: int, tokens: int, depth: int, columns: int
+) -> tuple[quantised_matmul.Rows, quantised_matmul.Weight, torch.Tensor]:
+    """x and weights of groups, and what their product is in float32."""
+    x = [narrow(normal(tokens, depth)) for _ in range(groups)]
+    w = [narrow(normal(columns, depth)) for _ in range(groups)]
+    w = [(values, scale[::128].contiguous()) for values, scale in w]
+    wanted = [wide(*x[g], 1) @ wide(*w[g], 128).t() for g in range(groups)]
+    values, scale = map(torch.cat, zip(*x, strict=True))
+    weight = quantised_matmul.Weight(
+        torch.stack([values for values, _ in w]).squeeze(0),
+        columns,
+        torch.stack([scale.t().contiguous() for _, scale in w]),
+    )
+    return quantised_matmul.Rows(values, scale), weight, torch.cat(wanted, 1)
+
+
+@pytest.mark.parametrize(
+    "groups, tokens, depth, columns",
+    [(1, 300, 208, 272), (1, 257, 64, 1024), (1, 1100, 336, 16), (3, 300, 272, 128)],
+)
+def test_fp8_product_of_a_prompt(groups, tokens, depth, columns, prologs, monkeypatch):
+    """Tiles that nothing divides; more of them than programs, and as many."""
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 5)
+    x, weight, wanted = narrow_groups(groups, tokens, depth, columns)
+    form = quantised_matmul.LINEAR.value
+    assert quantised_matmul.is_prompt(x, weight, form, torch.bfloat16, groups)
+    [got] = quantised_matmul.product(x, [weight], form, torch.bfloat16, groups=groups)
+    near(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "groups, tokens, depth, columns", [(1, 300, 208, 384), (2, 257, 64, 128), (3, 530, 272, 256)]
+)
+def test_fp8_product_that_is_quantised(groups, tokens, depth, columns, prologs, monkeypatch):
+    """The bytes and scales of the product that is not."""
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 5)
+    x, weight, wanted = narrow_groups(groups, tokens, depth, columns)
+    x.scale[5] *= 1e9
+    x.scale[6] *= 1e-9
+    x.scale[7] = 0
+    form = quantised_matmul.LINEAR.value
+    [whole] = quantised_matmul.product(x, [weight], form, torch.bfloat16, groups=groups)
+    values, scale = eight_bits.activations(whole, "fp8")
+    got = quantised_matmul.narrow_product(x, weight, torch.bfloat16, groups=groups)
+    assert torch.equal(got.values.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(got.scale, scale)
+    stands_for = eight_bits.stands_for(values, scale).float()
+    assert (stands_for[8:] - wanted[8:]).norm() < 0.04 * wanted[8:].norm()
 
 
 @every_form

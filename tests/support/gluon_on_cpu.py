@@ -468,6 +468,7 @@ def stand_in(monkeypatch, *modules, at=None):
         load=_load,
         store=_store,
         float8e4nv=torch.float8_e4m3fn,
+        uint8=torch.uint8,
         int32=torch.int32,
         int64=torch.int64,
         uint32=torch.uint32,
@@ -501,6 +502,7 @@ def stand_in(monkeypatch, *modules, at=None):
         maximum=lambda a, b, propagate_nan=None: (torch.maximum if propagate_nan else torch.fmax)(
             _block(a), _block(b)
         ),
+        PropagateNan=SimpleNamespace(ALL=True),
         max=torch.amax,
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
         exp2=torch.exp2,
@@ -523,6 +525,7 @@ def stand_in(monkeypatch, *modules, at=None):
     instead["fetch"] = lambda *_: None
     instead["forget"] = gl.barriers.forget
     instead["TensorDescriptor"] = _described
+    instead["DTYPES"] = {dtype: dtype for dtype in tma.DTYPES}
     for name in ("_layout", "_layout_of"):  # none that is kept for the compiler
         instead[name] = getattr(tma, name).__wrapped__
     instead["warpgroup_mma_wait"] = _finished

@@ -16,10 +16,10 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...common.gluon_names import barrier, reinterpret, tma_load
+from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ...common.hopper.tma import describe_matrix, describe_nz
 from ...common.tiling import TURNED
 from ...common.weight_forms import NZ, ROW_MAJOR
@@ -164,3 +164,36 @@ def own(
         begin = gl.where(block >= B2, B2, begin)
         size = gl.where(block >= B2, N3, size)
     return base, begin, size
+
+
+@gluon.jit
+def tile_at(number, tokens, N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(group, first token, first column): the blocks of 2048 tokens share each block of weights in
+    L2."""
+    HEIGHT: gl.constexpr = 2048 // BLOCK_T
+    BLOCKS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    count = (tokens + BLOCK_T - 1) // BLOCK_T
+    group = number // (count * BLOCKS)
+    inside = number % (count * BLOCKS)
+    first = inside // (HEIGHT * BLOCKS) * HEIGHT
+    height = gl.minimum(count - first, HEIGHT)
+    inside %= HEIGHT * BLOCKS
+    return group, (first + inside % height) * BLOCK_T, inside // height * BLOCK_N
+
+
+@gluon.jit
+def halves(x):
+    rows: gl.constexpr = x.shape[0]
+    columns: gl.constexpr = x.shape[1] // 2
+    return gl.split(x.reshape([rows, 2, columns]).permute([0, 2, 1]))
+
+
+@gluon.jit
+def put(part, out, token, column, tile):
+    """Columns, through a tile that the store before the last one has left."""
+    tma.store_wait(1)
+    barrier()
+    tile.store(part)
+    fence_async_shared()
+    barrier()
+    tma_store(out, [token, column], tile)

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common import gpu, handover
-from ...common.gluon_names import barrier, reinterpret, tma_store
+from ...common.gluon_names import barrier, reinterpret
 from ...common.hopper.tma import describe_matrix
 from ...common.tiling import cdiv
 from ...common.weight_forms import NZ
@@ -31,28 +31,16 @@ from .fused_gemm import (
     columns_first,
     describe_weight,
     describe_x,
+    halves,
     load_weight_of,
     load_x,
+    put,
+    tile_at,
     weight_tiles,
 )
 
 STEP, CUT = 64, 4  # k of a tile; parts in which a warpgroup stores its columns
 BLOCK_K, PARTS, STAGES = gl.constexpr(STEP), gl.constexpr(CUT), gl.constexpr(4)
-
-
-@gluon.jit
-def _tile(number, tokens, N: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(group, first token, first column): the blocks of 2048 tokens share each block of weights in
-    L2."""
-    HEIGHT: gl.constexpr = 2048 // BLOCK_T
-    BLOCKS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    count = (tokens + BLOCK_T - 1) // BLOCK_T
-    group = number // (count * BLOCKS)
-    inside = number % (count * BLOCKS)
-    first = inside // (HEIGHT * BLOCKS) * HEIGHT
-    height = gl.minimum(count - first, HEIGHT)
-    inside %= HEIGHT * BLOCKS
-    return group, (first + inside % height) * BLOCK_T, inside // height * BLOCK_N
 
 
 @gluon.jit
@@ -75,7 +63,7 @@ def _load(
 ):
     step = 0
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group, token, column = _tile(number, tokens, N, BLOCK_T, BLOCK_N)
+        group, token, column = tile_at(number, tokens, N, BLOCK_T, BLOCK_N)
         for k in range(0, K, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
@@ -84,24 +72,6 @@ def _load(
             load_weight_of(w, group, column, k, bar, w_tiles.index(stage), N, K, FORM)
             load_x(x, turned, token, group * K + k, bar, x_tiles.index(stage), SIZE)
             step += 1
-
-
-@gluon.jit
-def _halves(x):
-    rows: gl.constexpr = x.shape[0]
-    columns: gl.constexpr = x.shape[1] // 2
-    return gl.split(x.reshape([rows, 2, columns]).permute([0, 2, 1]))
-
-
-@gluon.jit
-def _put(part, out, token, column, tile):
-    """Columns, through a tile that the store before the last one has left."""
-    tma.store_wait(1)
-    barrier()
-    tile.store(part)
-    fence_async_shared()
-    barrier()
-    tma_store(out, [token, column], tile)
 
 
 @gluon.jit
@@ -129,7 +99,7 @@ def _multiply(
     )
     step = 0
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group, token, column = _tile(number, tokens, N, BLOCK_T, BLOCK_N)
+        group, token, column = tile_at(number, tokens, N, BLOCK_T, BLOCK_N)
         acc = gl.zeros([HALF, BLOCK_N], gl.float32, summed)
         for k in range(0, K, BLOCK_K):
             stage = step % STAGES
@@ -142,15 +112,15 @@ def _multiply(
             step += 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((step - 1) % STAGES))
-        low, high = _halves(acc.to(out.dtype))
-        a, b = _halves(low)
-        c, d = _halves(high)
+        low, high = halves(acc.to(out.dtype))
+        a, b = halves(low)
+        c, d = halves(high)
         row = token + WG * HALF
         column += group * N
-        _put(a, out, row, column, out_tiles.index(WG * 2))
-        _put(b, out, row, column + PART, out_tiles.index(WG * 2 + 1))
-        _put(c, out, row, column + 2 * PART, out_tiles.index(WG * 2))
-        _put(d, out, row, column + 3 * PART, out_tiles.index(WG * 2 + 1))
+        put(a, out, row, column, out_tiles.index(WG * 2))
+        put(b, out, row, column + PART, out_tiles.index(WG * 2 + 1))
+        put(c, out, row, column + 2 * PART, out_tiles.index(WG * 2))
+        put(d, out, row, column + 3 * PART, out_tiles.index(WG * 2 + 1))
     tma.store_wait(0)
 
 

@@ -262,6 +262,25 @@ def test_prompts(sizes, form, device, backend):
     check(x, torch.bfloat16, device, backend, form)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(S=2000, N=16, D=128, G=8, Ro=256, H=2000),
+        dict(S=600, N=64, G=32, Ro=256, H=256),
+        dict(S=257, N=64, D=48, G=64, Ro=128, H=8320),
+        dict(S=300, N=32, D=80, G=32, Ro=384, H=4104),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_fp8_prompts(sizes, dtype, device, backend):
+    """As the last one, in fp8: the first product quantises what the second one takes."""
+    if device.type == "cpu":
+        pytest.skip("seconds on a GPU, minutes on a CPU")
+    x = draw(dtype, B=1, Dr=16, **dict(D=64) | sizes)
+    check(x, dtype, device, backend, "linear", 4)
+
+
 @pytest.mark.parametrize("sizes", SPLIT_SIZES[:3], ids=str)
 def test_fp8_that_is_quantised_ahead(sizes, device, backend):
     """Blocks of 128 that are parts of heads, and of the groups' columns."""

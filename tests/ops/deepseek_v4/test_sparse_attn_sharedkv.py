@@ -568,13 +568,19 @@ def test_scale(scale, device, backend):
     check(problem, device, backend, softmax_scale=scale)
 
 
-@pytest.mark.parametrize("kind", [dict(m=2), dict(m=2, count=700), dict(m=0)], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [dict(m=2), dict(m=2, count=700), dict(m=2, count=700, heads=80), dict(m=0)],
+    ids=str,
+)
 def test_parts_of_many_keys(kind, device, backend, monkeypatch):
-    """Enough of them to be split among programs, some of which have none of a row's."""
+    """Enough of them to be split among programs, some of which have none of a row's; tiles of 128
+    where there are so many heads."""
     if INTERPRETED:
         monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
     window = 128 if kind["m"] else 700
-    check(Problem([(1, 1500), (1, 40), (1, 0)], window=window, heads=2, **kind), device, backend)
+    sizes = dict(window=window, heads=2) | kind
+    check(Problem([(1, 1500), (1, 40), (1, 0)], **sizes), device, backend)
 
 
 def test_strided_inputs(device, backend):
