@@ -27,13 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common import gpu, rows
 from ...common.gluon_names import barrier, cp_async
+from ...common.hopper.layouts import GATHER, LINE, S
 from ...common.hopper.rows import locate, slots
 from ...common.hopper.tma import aligned
 from ...runtime import launches
 
-GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 ROOM = gl.constexpr(4)  # tiles: the last one, which a late warp still reads, to the next one
 
 
