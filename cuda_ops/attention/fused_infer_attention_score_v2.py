@@ -129,18 +129,7 @@ def _tile(item, seqlens_q, tokens, requests, C: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=[
-        "items",
-        "tokens",
-        "requests",
-        "max_kv_len",
-        "table_stride",
-        "pages",
-        "window",
-        "out_head",
-        "lse_request",
-        "lse_head",
-    ]
+    do_not_specialize=[*rows.NUMBERS, "items", "window", "out_head", "lse_request", "lse_head"]
 )
 def _attend(
     q,

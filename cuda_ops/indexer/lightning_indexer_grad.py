@@ -32,9 +32,7 @@ from . import lightning_indexer
 from .hopper import lightning_indexer_grad as hopper
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "requests", "max_kv_len", "entries", "table_stride", "pages"]
-)
+@triton.jit(do_not_specialize=[*rows.NUMBERS, "entries"])
 def _gradients(
     query,
     key,

@@ -61,9 +61,7 @@ def _add(sums, dk, places, D: gl.constexpr):
     gl.atomic_add(at, x, mask=(place >= 0)[:, None], sem="relaxed")
 
 
-@gluon.jit(
-    do_not_specialize=["tokens", "requests", "max_kv_len", "entries", "table_stride", "pages"]
-)
+@gluon.jit(do_not_specialize=[*rows.NUMBERS, "entries"])
 def _gradients(
     query,
     key,

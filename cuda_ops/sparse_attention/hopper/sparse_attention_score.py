@@ -145,17 +145,7 @@ def _finish(acc, row_max, row_sum, row, split, shared, tile, sinks, lse, places,
     gl.store(to[None, :] + d[:, None], o, mask=(of_group < GROUP)[None, :])
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tokens",
-        "requests",
-        "reach",
-        "table_stride",
-        "pages",
-        "chosen",
-        "per_split",
-    ]
-)
+@gluon.jit(do_not_specialize=[*packed.NUMBERS, "chosen", "per_split"])
 def _attend(
     q,
     key,
