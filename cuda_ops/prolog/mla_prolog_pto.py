@@ -44,7 +44,7 @@ def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def v3(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """npu_mla_prolog_v3"""
-    return mla_v3.run(with_rows, arguments)
+    return mla_v3.outputs(arguments, with_rows(**mla_v3.as_pto(arguments)))
 
 
 def with_rows(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:

@@ -5,7 +5,6 @@ the other, and its five outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,12 +43,12 @@ def as_pto(arguments: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def run(
-    with_rows: Callable[..., tuple[Tensor, Tensor, Tensor, Any]], arguments: dict[str, Any]
+def outputs(
+    arguments: dict[str, Any], given: tuple[Tensor, Tensor, Tensor, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`with_rows` gives the outputs of npu_mla_prolog_pto, and behind them the query norm as its
-    product takes it: values, and their scale."""
-    query, query_rope, _, norm = with_rows(**as_pto(arguments))
+    """`given`: the outputs of npu_mla_prolog_pto, and behind them the query norm as its product
+    takes it, values and their scale."""
+    query, query_rope, _, norm = given
     values, scale = norm.values, norm.scale
     tokens = arguments["token_x"].shape[:-1]
     none = memory.empty((0,), torch.float32, query.device)
