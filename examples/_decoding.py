@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""What the decoding examples share: two ways to decode with a server of theirs, timed, and weights
-as checkpoints of 8 bits keep them.
+"""What the decoding examples share: how they begin, two ways to decode with a server of theirs,
+timed, and weights as checkpoints of 8 bits keep them.
 
 A server has `forward(tokens, lengths)`: logits [B, S, V] of the last S tokens of requests that are
 `lengths` [B] long with them.
@@ -11,6 +11,8 @@ import copy
 import time
 
 import torch
+from _device import choose_device
+from _options import decoding
 from tqdm import tqdm
 
 from custom.integrations.dsa import load_as_it_is
@@ -116,10 +118,15 @@ def quantise_weights(layer, names, kind):
     object.__setattr__(layer, "narrow", narrow)  # no part of the model
 
 
-def dtypes_of(options, device):
-    """The dtypes to run, one after the other, and whether anything is of 8 bits."""
+def begin(doc):
+    """The options, the device, the dtypes to run one after the other, and whether anything is of 8
+    bits."""
+    options = decoding(doc)
+    device = choose_device(options.device)
+    if device == "cpu":
+        torch.set_num_threads(1)  # in matrices this small threads mostly wait for each other
     narrow = options.weights != "bf16" or options.caches != "bf16"
     dtypes = [options.dtype] if options.dtype != "auto" else ["bfloat16"]
     if options.dtype == "auto" and device == "cpu" and not narrow:
         dtypes = ["float32", "bfloat16"]
-    return [getattr(torch, dtype) for dtype in dtypes], narrow
+    return options, device, [getattr(torch, dtype) for dtype in dtypes], narrow

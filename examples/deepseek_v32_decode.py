@@ -28,14 +28,14 @@ import torch
 from _agreement import EIGHT_BITS, check
 from _decoding import (
     announce,
-    dtypes_of,
+    begin,
     generate,
     print_answers,
     quantise_weights,
     timed,
     verify_drafts,
 )
-from _device import choose_device, print_backends
+from _device import print_backends
 from _text import make_prompts, make_tokenizer
 from custom.graph_mode import Replayed
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
@@ -282,12 +282,8 @@ def run(model, tokenizer, options):
 
 
 def main():
-    options = decoding(__doc__)
-    device = choose_device(options.device)
-    if device == "cpu":
-        torch.set_num_threads(1)  # in matrices this small threads mostly wait for each other
+    options, device, dtypes, narrow = begin(__doc__)
     tokenizer = make_tokenizer()
-    dtypes, narrow = dtypes_of(options, device)
     with torch.inference_mode():
         for dtype in dtypes:
             model: Any = make_model(len(tokenizer), topk=options.context // 4, narrow=narrow)

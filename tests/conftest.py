@@ -112,6 +112,15 @@ def looked_at(monkeypatch):
     monkeypatch.setattr(values, "on_cpu", True)
 
 
+@pytest.fixture
+def processors_of_a_gpu(monkeypatch):
+    """The interpreter has one: K would always be whole."""
+    from .support.kernels import INTERPRETED  # behind register_assert_rewrite
+
+    if INTERPRETED:
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
+
+
 @pytest.fixture(autouse=True)
 def _forget():
     """A test may replace parts of the package: no call in it is like one of another test."""

@@ -44,6 +44,7 @@ from ...dispatch.ops.attention.fused_infer_attention_score_v2 import (
     is_packed,
     pages_of,
     shapes,
+    sizes,
     with_heads,
 )
 from ..common import gpu, rows, softmax
@@ -128,18 +129,7 @@ def _tile(item, seqlens_q, tokens, requests, C: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=[
-        "items",
-        "tokens",
-        "requests",
-        "max_kv_len",
-        "table_stride",
-        "pages",
-        "window",
-        "out_head",
-        "lse_request",
-        "lse_head",
-    ]
+    do_not_specialize=[*rows.NUMBERS, "items", "window", "out_head", "lse_request", "lse_head"]
 )
 def _attend(
     q,
@@ -453,19 +443,9 @@ def in_parts(tile: Tiles, requests: int, each: int, reach: int, device: torch.de
     return replace(tile, splits=splits)
 
 
-def _sizes(x: Arguments) -> tuple[int, int, int, int, int]:
-    """(requests, tokens of one or packed, heads, rank, rope)."""
-    query = with_heads(x["query"], x["input_layout"], x["num_query_heads"])
-    *_, tokens, heads, rank = query.shape
-    kv = x["actual_seq_kvlen"]
-    assert kv is not None  # the check said so
-    rope = 0 if x["key_rope"] is None else x["key_rope"].shape[-1]
-    return kv.shape[0], tokens, heads, rank, rope
-
-
 def _work(x: Arguments) -> tuple[int, int, int]:
     """(requests, rows of heads of each, keys that one can have)."""
-    requests, tokens, heads, _, _ = _sizes(x)
+    requests, tokens, heads, _, _ = sizes(x)
     table = x["block_table"]
     assert table is not None
     if is_packed(x["input_layout"]):
@@ -474,7 +454,7 @@ def _work(x: Arguments) -> tuple[int, int, int]:
 
 
 def _chosen(x: Arguments) -> Tiles | None:
-    _, _, _, rank, rope = _sizes(x)
+    _, _, _, rank, rope = sizes(x)
     return tiles(*_work(x), rank, rope, x["query"].device)
 
 
@@ -482,7 +462,7 @@ def unsupported(**x: Unpack[Arguments]) -> str | None:
     query, table, key = x["query"], x["block_table"], pages_of(x["key"])
     if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
         return f"query is {query.dtype}, supported float16 and bfloat16"
-    requests, tokens, heads, rank, rope = _sizes(x)
+    requests, tokens, heads, rank, rope = sizes(x)
     if rope > WIDEST_ROPE:
         return f"key_rope has {rope} channels, supported up to {WIDEST_ROPE}"
     if _chosen(x) is None:
@@ -493,7 +473,7 @@ def unsupported(**x: Unpack[Arguments]) -> str | None:
 
 def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     layout, device = x["input_layout"], x["query"].device
-    requests, tokens, heads, rank, rope = _sizes(x)
+    requests, tokens, heads, rank, rope = sizes(x)
     packed, table, sink = is_packed(layout), x["block_table"], x["learnable_sink"]
     assert table is not None
     shape, lse_shape = shapes(x["query"], layout, heads)

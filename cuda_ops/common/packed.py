@@ -24,6 +24,10 @@ class Requests(NamedTuple):
     pages: Any
 
 
+# of Requests: what no kernel is compiled anew for
+NUMBERS = ["tokens", "requests", "reach", "table_stride", "pages"]
+
+
 @triton.jit
 def ends_of(of, REQUESTS: tl.constexpr):
     """[REQUESTS]: where the tokens of each request end; behind the last one T + 1."""

@@ -36,6 +36,10 @@ class Requests(NamedTuple):
     pages: Any
 
 
+# of Requests: what no kernel is compiled anew for
+NUMBERS = ["tokens", "requests", "max_kv_len", "table_stride", "pages"]
+
+
 class Layout(NamedTuple):
     """What is known of requests when a kernel is compiled.  REQUESTS is a power of two not below
     the number of them."""

@@ -54,16 +54,24 @@ def _round(sums, peak, out, size, MODE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + at, x.to(out.dtype.element_ty), mask=at < size)
 
 
-def run(launch: Callable[[int, Sequence[Tensor], Tensor], None], outs: Sequence[Tensor]) -> None:
-    """`launch(mode, sums, peaks)` adds up every out, which gets its dtype's rounding of the sum."""
+def run(
+    launch: Callable[[int, Sequence[Tensor], Tensor], None],
+    outs: Sequence[Tensor],
+    plain: Callable[[Sequence[Tensor]], None] | None = None,
+) -> None:
+    """`launch(mode, sums, peaks)` adds up every out, which gets its dtype's rounding of the sum;
+    where there is a `plain(sums)`, it is what adds in fp32."""
     device = outs[0].device
     fixed = torch.are_deterministic_algorithms_enabled()
     dtype = torch.int64 if fixed else torch.float32
     sums = [memory.empty(out.shape, dtype, device).zero_() for out in outs]
     peaks = memory.empty((len(outs),), torch.int32, device).zero_()
     modes = (PEAK.value, FIXED.value) if fixed else (PLAIN.value,)
-    for mode in modes:
-        launch(mode, sums, peaks)
+    if plain is not None and not fixed:
+        plain(sums)
+    else:
+        for mode in modes:
+            launch(mode, sums, peaks)
     for i, out in enumerate(outs):
         if out.numel():
             launches.kernel(_round, triton.cdiv(out.numel(), 1024))(

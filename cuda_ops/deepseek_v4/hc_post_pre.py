@@ -14,10 +14,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.common.hyper_connections import outputs
 from ...dispatch.ops.deepseek_v4.hc_post_pre import Arguments
 from . import hyper_connections
 from .hc_post import blend
-from .hc_pre import gates, mix, outputs
+from .hc_pre import gates, mix
 
 
 def unsupported(residual: Tensor, **_: Any) -> str | None:

@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.common.hyper_connections import outputs
 from ...dispatch.ops.deepseek_v4.hc_pre import Arguments, Gates
 from ..common import gpu, handover
 from ..common.tiling import cdiv, power_of_two
@@ -275,15 +276,6 @@ def gates(x: Tensor, partial: Tensor, y: Tensor, post: Tensor, comb: Tensor, a: 
         num_warps=warps if tokens > MANY else min(8, warps),
         launch_pdl=chained,
     )
-
-
-def outputs(x: Tensor, hc_fn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for y, post and comb of streams x [.., 4, h]."""
-    y = memory.empty((*x.shape[:-2], x.shape[-1]), x.dtype, x.device)
-    head = hc_fn.shape[0] == x.shape[-2]
-    shapes = ((0,), (0,)) if head else (x.shape[:-1], (*x.shape[:-1], x.shape[-2]))
-    post, comb = (memory.empty(shape, torch.float32, x.device) for shape in shapes)
-    return y, post, comb
 
 
 def unsupported(x: Tensor, **_: Any) -> str | None:

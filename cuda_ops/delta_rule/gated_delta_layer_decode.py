@@ -28,16 +28,11 @@ from . import kda_layer_decode as kda
 
 
 def unsupported(**x: Any) -> str | None:
-    # of the shapes alone: what is convolved is like what comes
-    return (
-        convolution.unsupported(**gated_delta.convolution(x))
-        or rule.unsupported(**gated_delta.delta_rule(x, x["mixed_qkv"]))
-        or norm.unsupported(**gated_delta.norm(x, x["z"]))
-    )
+    return gated_delta.unsupported(x, convolution.unsupported, rule.unsupported, norm.unsupported)
 
 
 def forward(**x: Any) -> Tensor:
-    if kda.takes(**x):
+    if gated_delta.in_one_launch(**x):
         return kda.forward(**x)
     z = x["z"]
     arrived = memory.empty([z.shape[0], z.shape[2]], torch.int32, z.device)

@@ -26,9 +26,6 @@ from ..runtime import launches
 from .fused_sigmoid_gating_delta_rule_update import gates, load_state, state_tile, step
 from .gated_rms_norm import opening
 
-LARGEST = 128  # channels of a head: two states of float32 fit the registers of a multiprocessor
-COLUMNS = 8  # of the convolution's pool, which are in registers at once
-
 
 class Constants(NamedTuple):
     """W taps, L columns of the convolution's pool; TWICE: the state is widened where it is used."""
@@ -187,29 +184,6 @@ def tiles(state_layout: str, BLOCK: int) -> tuple[int, int]:
     """
     numbers, registers = (64, 128) if state_layout == "vk" else (128, 255)
     return max(1, BLOCK * BLOCK // (numbers * 32)), registers
-
-
-def takes(
-    mixed_qkv: Tensor,
-    z: Tensor,
-    conv_states: Tensor,
-    states: Tensor,
-    intermediate_states: Tensor | None,
-    retrieve_parent_token: Tensor | None,
-    is_kda: bool,
-    **_: Any,
-) -> bool:
-    """Whether a call is one for this kernel."""
-    heads, size = z.shape[2:]
-    return (
-        is_kda
-        and mixed_qkv.shape[1] == 1
-        and mixed_qkv.shape[2] == 3 * heads * size
-        and states.shape[2] == states.shape[3] <= LARGEST
-        and conv_states.shape[1] <= COLUMNS
-        and intermediate_states is None
-        and retrieve_parent_token is None
-    )
 
 
 def forward(

@@ -84,19 +84,7 @@ def _pages(tile, lo, most, table, C: tl.constexpr):
     return page
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens",
-        "requests",
-        "reach",
-        "table_stride",
-        "pages",
-        "first_row",
-        "count",
-        "chunks",
-        "per_chunk",
-    ]
-)
+@triton.jit(do_not_specialize=[*packed.NUMBERS, "first_row", "count", "chunks", "per_chunk"])
 def _scores(
     query,
     key,

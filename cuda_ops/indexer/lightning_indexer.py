@@ -93,18 +93,7 @@ def _key_tile(
     return tile, valid
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens",
-        "requests",
-        "max_kv_len",
-        "count",
-        "chunks",
-        "per_chunk",
-        "table_stride",
-        "pages",
-    ]
-)
+@triton.jit(do_not_specialize=[*rows.NUMBERS, "count", "chunks", "per_chunk"])
 def _scores(
     query,
     key,
@@ -235,7 +224,7 @@ def _scores(
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "requests", "max_kv_len", "table_stride", "pages", "k"]
+    do_not_specialize=[*rows.NUMBERS, "k"]
 )  # fmt: skip
 def _tail(
     indices,

@@ -32,9 +32,7 @@ from . import lightning_indexer
 from .hopper import lightning_indexer_grad as hopper
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "requests", "max_kv_len", "entries", "table_stride", "pages"]
-)
+@triton.jit(do_not_specialize=[*rows.NUMBERS, "entries"])
 def _gradients(
     query,
     key,
@@ -135,66 +133,48 @@ def backward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
     # 128 heads of 128 at once: the query's tile and its gradient fill the registers
     h_tile = max(16, min(triton.next_power_of_2(heads), 128 * 128 // d_tile))
 
-    on_hopper = hopper.supports(q, key, plan)
+    given = dict(
+        query=q,
+        key=key,
+        weights=w,
+        dy=grad,
+        indices=index,
+        d_query=d_query,
+        d_weights=d_weights,
+        entries=index.shape[1],
+        **plan.arguments,
+        LAYOUT=plan.layout,
+        HEADS=heads,
+        D=dim,
+    )
+    of_rows = *q.stride()[:2], w.stride(0)
 
     def launch(mode: int, sums: Sequence[Tensor], peaks: Tensor) -> None:
         if not query.numel():
             return
-        if on_hopper and mode == scatter.PLAIN.value:
-            hopper.launch(
-                plan.rows,
-                query=q,
-                key=key,
-                weights=w,
-                dy=grad,
-                indices=index,
-                d_query=d_query,
-                d_weights=d_weights,
-                sums=sums[0],
-                entries=index.shape[1],
-                **plan.arguments,
-                strides=(
-                    *q.stride()[:2],
-                    w.stride(0),
-                    key.stride(-3),
-                    grad.stride(0),
-                    index.stride(0),
-                ),
-                HEADS=heads,
-                D=dim,
-                LAYOUT=plan.layout,
-            )
-        else:
-            launches.kernel(_gradients, plan.rows * triton.cdiv(heads, h_tile))(
-                q,
-                key,
-                w,
-                grad,
-                index,
-                d_query=d_query,
-                d_weights=d_weights,
-                d_key=sums[0],
-                peak=peaks,
-                entries=index.shape[1],
-                **plan.arguments,
-                strides=(
-                    *q.stride()[:2],
-                    w.stride(0),
-                    *rows.strides(layout, key),
-                    grad.stride(0),
-                    index.stride(0),
-                    0 if layout == "TND" else key.shape[1],
-                ),
-                LAYOUT=plan.layout,
-                HEADS=heads,
-                D=dim,
-                BLOCK_H=h_tile,
-                BLOCK_D=d_tile,
-                # wider tiles of queries leave no registers for the gradients of 64 keys
-                BLOCK_N=64 if h_tile * d_tile <= 64 * 128 else 32,
-                MODE=mode,
-                num_warps=4,
-            )
+        launches.kernel(_gradients, plan.rows * triton.cdiv(heads, h_tile))(
+            **given,
+            d_key=sums[0],
+            peak=peaks,
+            strides=(
+                *of_rows,
+                *rows.strides(layout, key),
+                grad.stride(0),
+                index.stride(0),
+                0 if layout == "TND" else key.shape[1],
+            ),
+            BLOCK_H=h_tile,
+            BLOCK_D=d_tile,
+            # wider tiles of queries leave no registers for the gradients of 64 keys
+            BLOCK_N=64 if h_tile * d_tile <= 64 * 128 else 32,
+            MODE=mode,
+            num_warps=4,
+        )
 
-    scatter.run(launch, [d_key])
+    def plain(sums: Sequence[Tensor]) -> None:
+        strides = *of_rows, key.stride(-3), grad.stride(0), index.stride(0)
+        hopper.launch(plan.rows, **given, sums=sums[0], strides=strides)
+
+    on_hopper = query.numel() > 0 and hopper.supports(q, key, plan)
+    scatter.run(launch, [d_key], plain if on_hopper else None)
     return d_query, d_key, d_weights

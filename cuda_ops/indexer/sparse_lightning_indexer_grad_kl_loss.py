@@ -103,9 +103,7 @@ def _lse(peaks, totals, sinks, row, h, is_head, C: tl.constexpr):
     return tl.where(is_head & (lse != float("-inf")), lse, float("inf"))
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "requests", "max_kv_len", "entries", "table_stride", "pages"]
-)
+@triton.jit(do_not_specialize=[*rows.NUMBERS, "entries"])
 def _scores_kernel(
     query,
     key,
@@ -208,9 +206,7 @@ def _scores_kernel(
         tl.store(score + row * entries + entry, absent, mask=entry < entries)
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "requests", "max_kv_len", "entries", "table_stride", "pages"]
-)
+@triton.jit(do_not_specialize=[*rows.NUMBERS, "entries"])
 def _rows_kernel(
     indices,
     peaks,

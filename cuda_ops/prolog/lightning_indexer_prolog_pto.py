@@ -37,18 +37,9 @@ def forward(**a: Any) -> tuple[Tensor, Tensor, Tensor]:
     keys = memory.empty((tokens, 1, 1, size), dtype, device)
     own = torch.arange(tokens, dtype=torch.int32, device=device)
     query, weights = indexer_prolog_pto.of_8_bits(**w8a8c8.as_pto(a, keys, own))
-    form: dict[str, Any] = dict(scale_format="ue8m0", index_hadamard=False, hadamard_round="bf16")
-    index_cache_write.forward(
-        k=w8a8c8.transformed(keys.view(tokens, size), a["hadamard_k"]),
-        values=a["idx_k_cache"],
-        scales=a["idx_k_scale_cache"].view(a["idx_k_cache"].shape[:3]),
-        slots=a["idx_k_cache_index"],
-        kind="int8",
-        **form,
-    )
+    keys = w8a8c8.transformed(keys.view(tokens, size), a["hadamard_k"])
+    index_cache_write.forward(**w8a8c8.of_cache_write(a, keys))
     query = w8a8c8.transformed(query[0], a["hadamard_q"])
-    values, scale = quantize_index_query.forward(
-        q=query, weights=weights[0], kind="int8", fold=False, **form
-    )
+    values, scale = quantize_index_query.forward(**w8a8c8.of_query(query, weights[0]))
     half = scale.clamp(max=torch.finfo(torch.float16).max).to(torch.float16)
     return values, half[..., None], w8a8c8.scaled(weights[0], size)

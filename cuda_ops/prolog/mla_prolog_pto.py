@@ -39,14 +39,12 @@ def unsupported(weight_uk: Tensor, **_: object) -> str | None:
 
 
 def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    query, query_rope, query_norm, _ = with_rows(**arguments)
-    return query, query_rope, query_norm
+    return with_rows(**arguments)[:3]
 
 
 def v3(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """npu_mla_prolog_v3: the query norm as its product takes it."""
-    query, query_rope, _, c = with_rows(**mla_v3.as_pto(arguments))
-    return mla_v3.outputs(arguments, query, query_rope, c.values, c.scale)
+    """npu_mla_prolog_v3"""
+    return mla_v3.outputs(arguments, with_rows(**mla_v3.as_pto(arguments)))
 
 
 def with_rows(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:

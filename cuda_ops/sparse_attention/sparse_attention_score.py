@@ -79,17 +79,7 @@ def _places(entry, end, listed, limit, table, pages, C: tl.constexpr):
     return page, slot.to(tl.int64), valid & (page >= 0) & (page < pages)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens",
-        "requests",
-        "reach",
-        "table_stride",
-        "pages",
-        "chosen",
-        "per_split",
-    ]
-)
+@triton.jit(do_not_specialize=[*packed.NUMBERS, "chosen", "per_split"])
 def _attend(
     q,
     key,

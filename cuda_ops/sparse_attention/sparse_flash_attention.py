@@ -141,17 +141,7 @@ def _load(
     return tile
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens",
-        "requests",
-        "max_kv_len",
-        "entries",
-        "per_split",
-        "table_stride",
-        "pages",
-    ]
-)
+@triton.jit(do_not_specialize=[*rows.NUMBERS, "entries", "per_split"])
 def _attend(
     q,
     q_rope,

@@ -130,9 +130,7 @@ def _deltas(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "first", "tokens", "requests", "max_kv_len", "entries", "table_stride", "pages", "keys"
-    ]
+    do_not_specialize=[*rows.NUMBERS, "first", "entries", "keys"]
 )  # fmt: skip
 def _slots(
     indices,

@@ -14,8 +14,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from torch import Tensor
 from .. import __version__
 from ..dispatch import log
 from ..dispatch.backends import CUDA
-from ..dispatch.env import config
+from ..dispatch.env import by_reference
 from ..dispatch.errors import need
 from ..dispatch.registry import BY_NAME
 from . import cold, host
@@ -74,22 +73,13 @@ def relative_error(ours: Outputs, wanted: Outputs) -> float:
     return worst
 
 
-@contextmanager
-def _by_reference() -> Iterator[None]:
-    chosen, config.backend = config.backend, "reference"
-    try:
-        yield
-    finally:
-        config.backend = chosen
-
-
 def check(case: Case, device: torch.device) -> float:
     """Error of a part of the op's outputs against the reference, on fresh inputs."""
     arguments = case.make(device, 1234)
     part, select = case.part(arguments)
     part = _copy(part)
     ours = select(_outputs(case, arguments))
-    with _by_reference():
+    with by_reference():
         wanted = _outputs(case, part)
     if not case.ordered:
         ours, wanted = ([out.sort().values for out in outputs] for outputs in (ours, wanted))
@@ -117,7 +107,7 @@ def run(
             peers[name] = measure(present, device, seconds).median
             peaks[name] = peak_mib(present[0], device)
     if device.type != "cpu" and case.reference and case.flops < _REFERENCE_FLOPS:
-        with _by_reference():
+        with by_reference():
             peers["reference"] = wall_clock([partial(case.call, inputs[0])], device).median
             peaks["reference"] = peak_mib(partial(case.call, inputs[0]), device)
     stages: dict[str, float] = {}

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from ..dispatch.common.nz import from_nz, to_nz
+from ..dispatch.env import by_reference
 from ..dispatch.registry import BY_NAME
 from .__main__ import (
-    _by_reference,
     _copy,
     _outputs,
     choose_device,
@@ -128,7 +128,7 @@ def errors(case: Case, device: torch.device) -> Row | None:
     whole = _outputs(case, arguments)
     ours = _floats(case, select(whole))
     eight = has_eight_bits(part)
-    with _by_reference():
+    with by_reference():
         plain = _floats(case, _outputs(case, _copy(part)))
         exact = plain if eight else _floats(case, _outputs(case, widened(part)))
     if not exact or not any(x.numel() for x in exact):

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """The decode step of a gated-delta layer out of its three stages, for every backend: what each
-takes of the layer's arguments; and decays that are given twice."""
+takes of the layer's arguments, and which calls are one launch; and decays that are given twice."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+
+# what kernels hold at once that take a token of KDA in one launch
+KDA_CHANNELS = 128  # of a head
+KDA_COLUMNS = 8  # of the convolution's pool
 
 
 def _states_kept(x: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +79,38 @@ def norm(x: dict[str, Any], out: Tensor) -> dict[str, Any]:
         group_size=None,
         norm_before_gate=True,
         activation=x["gate_activation"],
+    )
+
+
+def in_one_launch(
+    mixed_qkv: Tensor,
+    z: Tensor,
+    conv_states: Tensor,
+    states: Tensor,
+    intermediate_states: Tensor | None,
+    retrieve_parent_token: Tensor | None,
+    is_kda: bool,
+    **_: Any,
+) -> bool:
+    """Whether a layer's call is a token of KDA, which a kernel of its own takes whole."""
+    heads, size = z.shape[2:]
+    return (
+        is_kda
+        and mixed_qkv.shape[1] == 1
+        and mixed_qkv.shape[2] == 3 * heads * size
+        and states.shape[2] == states.shape[3] <= KDA_CHANNELS
+        and conv_states.shape[1] <= KDA_COLUMNS
+        and intermediate_states is None
+        and retrieve_parent_token is None
+    )
+
+
+def unsupported(x: dict[str, Any], *stages: Callable[..., str | None]) -> str | None:
+    """Why a backend's convolution, rule or norm refuses its part of the layer's arguments."""
+    # of the shapes alone: what is convolved is like what comes
+    conv, rule, normed = stages
+    return (
+        conv(**convolution(x)) or rule(**delta_rule(x, x["mixed_qkv"])) or normed(**norm(x, x["z"]))
     )
 
 

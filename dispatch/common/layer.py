@@ -27,6 +27,12 @@ class Stages(NamedTuple):
     kv_quant_sparse_flash_attention: Callable[..., Any]
 
 
+def stand_in(x: Tensor, *size: int) -> Tensor:
+    """What stands for [B, S, *size] made of `x`: its shape, dtype and device, no memory."""
+    batch, rows, _hidden = x.shape
+    return x[..., :1].view(batch, rows, *(1 for _ in size)).expand(batch, rows, *size)
+
+
 @dataclass
 class Layer:
     """What both layers take, by the names of their schemas."""
@@ -173,18 +179,12 @@ class Layer:
         rotary = self.sin.shape[-1]
         reason: str | None
         if self.in_rows:
-            query = self._like(heads, rank + rotary)
+            query = stand_in(self.x, heads, rank + rotary)
             reason = stages.kv_quant_sparse_flash_attention(**self.of_rows(query, indices))
         else:
-            queries = self._like(heads, rank), self._like(heads, rotary)
+            queries = stand_in(self.x, heads, rank), stand_in(self.x, heads, rotary)
             reason = stages.sparse_flash_attention(**self.of_attention(*queries, indices))
         return reason
-
-    def _like(self, *size: int) -> Tensor:
-        """What stands for [B, S, *size] made of `x`: its shape, dtype and device, no memory."""
-        batch, rows, _hidden = self.x.shape
-        one = self.x[..., :1].view(batch, rows, *(1 for _ in size))
-        return one.expand(batch, rows, *size)
 
 
 @dataclass
@@ -306,18 +306,18 @@ class Whole(Layer):
 
     def unsupported(self, stages: Stages) -> str | None:
         """The first reason of a stage; of what is between them only shape and dtype matter."""
-        query_norm = self._like(self.gamma_cq.shape[0])
+        query_norm = stand_in(self.x, self.gamma_cq.shape[0])
         heads, size = self.index_heads, self.in_gamma_k.shape[0]
-        query_index = self._like(heads, size)
+        query_index = stand_in(self.x, heads, size)
         if self.in_bytes:
             one = self.x.new_empty(1, dtype=quantised.VALUES[self.index_kind])
             query_index = one.expand(query_index.shape)
-        scored = self.of_indexer(query_index, self._like(heads))
+        scored = self.of_indexer(query_index, stand_in(self.x, heads))
         indexer = stages.quant_lightning_indexer if self.in_bytes else stages.lightning_indexer
         reason: str | None = stages.mla_prolog(**self.of_mla_prolog())
         reason = reason or stages.indexer_prolog(**self.of_indexer_prolog(query_norm))
         reason = reason or indexer(**scored)
-        return reason or self.unattended(stages, self._like(1, self.sparse_count))
+        return reason or self.unattended(stages, stand_in(self.x, 1, self.sparse_count))
 
     def selected(self, stages: Stages, query_index: Tensor, weights: Tensor) -> Tensor:
         scored = self.of_indexer(query_index, weights)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..op_spec import UNLIMITED
 from . import compressed, nz, quantised
+from .layer import stand_in
 
 
 class Stages(NamedTuple):
@@ -278,7 +279,7 @@ class Layer:
     def unsupported(self, reasons: Stages) -> str | None:
         """The first reason of a stage; of what is between them only shape and dtype matter."""
         heads = nz.columns_of(self.w_uq, self.weight_format) // self.gamma_kv.shape[0]
-        query = self._like(heads, self.gamma_kv.shape[0])
+        query = stand_in(self.x, heads, self.gamma_kv.shape[0])
         asked: list[tuple[Callable[..., Any], dict[str, Any]]] = [
             (reasons.sharedkv_prolog, self.of_prolog())
         ]
@@ -287,7 +288,8 @@ class Layer:
             asked.append((reasons.compressor, self.of_entries(self.act_seqs)))
         if self.w_idx_proj is not None and self.gamma_idx is not None:
             count = nz.columns_of(self.w_idx_proj, self.weight_format)
-            index, weights = self._like(count, self.gamma_idx.shape[0]), self._like(count)
+            index = stand_in(self.x, count, self.gamma_idx.shape[0])
+            weights = stand_in(self.x, count)
             asked.append((reasons.compressor, self.of_index_keys(self.act_seqs)))
             if self.in_bytes:
                 asked.append((reasons.quantize_index_query, self.of_quantisation(index, weights)))
@@ -297,7 +299,7 @@ class Layer:
                 reasons.quant_lightning_indexer if self.in_bytes else reasons.lightning_indexer
             )
             asked.append((indexer, self.of_indexer(index, weights)))
-            indices = self._like(1, self.sparse_count)
+            indices = stand_in(self.x, 1, self.sparse_count)
         asked.append((self.attention(reasons), self.of_attention(query, indices)))
         asked.append((reasons.grouped_o_proj, self.of_output(query)))
         for reason_of, arguments in asked:
@@ -305,12 +307,6 @@ class Layer:
             if reason is not None:
                 return reason
         return None
-
-    def _like(self, *size: int) -> Tensor:
-        """What stands for [B, S, *size] made of `x`: its shape, dtype and device, no memory."""
-        batch, rows, _hidden = self.x.shape
-        one = self.x[..., :1].view(batch, rows, *(1 for _ in size))
-        return one.expand(batch, rows, *size)
 
     def attention(self, stages: Stages) -> Callable[..., Any]:
         if self.in_rows:

@@ -44,13 +44,12 @@ def as_pto(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def outputs(
-    arguments: dict[str, Any],
-    query: Tensor,
-    query_rope: Tensor,
-    values: Tensor,
-    scale: Tensor | None,
+    arguments: dict[str, Any], given: tuple[Tensor, Tensor, Tensor, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`values` and `scale` are the query norm as its product takes it."""
+    """`given`: the outputs of npu_mla_prolog_pto, and behind them the query norm as its product
+    takes it, values and their scale."""
+    query, query_rope, _, norm = given
+    values, scale = norm.values, norm.scale
     tokens = arguments["token_x"].shape[:-1]
     none = memory.empty((0,), torch.float32, query.device)
     if not arguments["query_norm_flag"]:

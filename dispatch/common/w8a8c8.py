@@ -47,6 +47,25 @@ def transformed(x: Tensor, matrix: Tensor | None) -> Tensor:
     return x if matrix is None else (x.float() @ matrix.float()).to(x.dtype)
 
 
+_FORM = dict(kind="int8", scale_format="ue8m0", index_hadamard=False, hadamard_round="bf16")
+
+
+def of_cache_write(a: dict[str, Any], keys: Tensor) -> dict[str, Any]:
+    """The arguments of npu_index_cache_write, of transformed keys [T, Di]."""
+    return dict(
+        k=keys,
+        values=a["idx_k_cache"],
+        scales=a["idx_k_scale_cache"].view(a["idx_k_cache"].shape[:3]),
+        slots=a["idx_k_cache_index"],
+        **_FORM,
+    )
+
+
+def of_query(query: Tensor, weights: Tensor) -> dict[str, Any]:
+    """Those of npu_quantize_index_query, of transformed queries."""
+    return dict(q=query, weights=weights, fold=False, **_FORM)
+
+
 def scaled(weights: Tensor, size: int) -> Tensor:
     """Head weights [T, N] with the factors of the scores, in float16."""
     out: Tensor = weights.float() * weights.shape[-1] ** -0.5 * size**-0.5

@@ -31,6 +31,7 @@ from ...dispatch.ops.attention.fused_infer_attention_score_v2 import (
     is_packed,
     pages_of,
     shapes,
+    sizes,
     with_heads,
 )
 from ..common import cores, entry, ragged, tiling, tune, tuples, two_passes
@@ -414,22 +415,12 @@ def merge(
         tl.store(out + to + d, acc.to(out.dtype.element_ty))
 
 
-def _sizes(x: Arguments) -> tuple[int, int, int, int, int]:
-    """(requests, tokens of one or packed, heads, rank, rope)."""
-    query = with_heads(x["query"], x["input_layout"], x["num_query_heads"])
-    *_, tokens, heads, rank = query.shape
-    kv = x["actual_seq_kvlen"]
-    assert kv is not None  # the check said so
-    rope = 0 if x["key_rope"] is None else x["key_rope"].shape[-1]
-    return kv.shape[0], tokens, heads, rank, rope
-
-
 def unsupported(**x: Unpack[Arguments]) -> str | None:
     query, key, table = x["query"], pages_of(x["key"]), x["block_table"]
     assert table is not None
     if reason := tiling.not_multiplied(query=query):
         return reason
-    _, _, _, rank, rope = _sizes(x)
+    _, _, _, rank, rope = sizes(x)
     if rank == 0 or rank % 32 or rope % 16:
         return f"head sizes {rank} and {rope}: half of the one and the other come in 16s"
     if overflow := tiling.weigh_overflow(16, 64, rank, rope):
@@ -453,7 +444,7 @@ def _has_room(config: tune.Config, each: int) -> bool:
 def _each(x: Arguments) -> int:
     """How many tokens of a request share the keys that a core loads: a tile has 128 rows at most.
     Of packed ones, as many as the requests have on average."""
-    requests, tokens, heads, _, _ = _sizes(x)
+    requests, tokens, heads, _, _ = sizes(x)
     mean = -(-tokens // max(requests, 1)) if is_packed(x["input_layout"]) else tokens
     return max(min(mean, MOST_ROWS // max(heads, 1)), 1)
 
@@ -518,7 +509,7 @@ def _most_runs(x: Arguments, page: int, columns: int, span: int, each: int) -> i
 
 def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     layout, device, dtype = x["input_layout"], x["query"].device, x["query"].dtype
-    requests, tokens, heads, rank, rope = _sizes(x)
+    requests, tokens, heads, rank, rope = sizes(x)
     packed, table, sinks = is_packed(layout), x["block_table"], x["learnable_sink"]
     assert table is not None and x["actual_seq_kvlen"] is not None
     shape, lse_shape = shapes(x["query"], layout, heads)

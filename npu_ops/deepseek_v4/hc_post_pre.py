@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from ...dispatch.common import memory
+from ...dispatch.common.hyper_connections import outputs
 from . import hc_post
-from .hc_pre import gated, outputs, products
+from .hc_pre import gated, products
 
 
 def unsupported(residual: Tensor, **_: Any) -> str | None:

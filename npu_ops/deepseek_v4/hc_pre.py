@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
+from ...dispatch.common.hyper_connections import outputs
 from ..common import cores, entry, tiling, tune
 from ..common.front_end import extract_slice, get_element
 from .hc_post import blended
@@ -329,15 +330,6 @@ def gated(
         NORM=norm_weight is not None,
         **config.keywords,
     )
-
-
-def outputs(x: Tensor, hc_fn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for y, post and comb of streams x [.., 4, h]."""
-    y = memory.empty((*x.shape[:-2], x.shape[-1]), x.dtype, x.device)
-    head = hc_fn.shape[0] == x.shape[-2]
-    shapes = ((0,), (0,)) if head else (x.shape[:-1], (*x.shape[:-1], x.shape[-2]))
-    post, comb = (memory.empty(shape, torch.float32, x.device) for shape in shapes)
-    return y, post, comb
 
 
 def unsupported(x: Tensor, **_: Any) -> str | None:

@@ -22,8 +22,6 @@ from ..common.front_end import extract_slice, insert_slice
 from ..convolution.causal_conv1d import sigmoid
 from .fused_sigmoid_gating_delta_rule_update import Gate, after, gates, unit
 
-LARGEST = 128  # channels of a head
-COLUMNS = 8  # of the convolution's pool, which are in UB at once
 _STATE = 4096  # elements of a part of the state: twice as many plan up to 179 KiB of UB
 _KERNEL = "kda_layer_decode.advance"
 
@@ -195,29 +193,6 @@ def advance(
         root = 1.0 / tl.sqrt(tl.sum(tl.sum(o * o, 1), 0) / C.KEY + epsilon)
         normed = o * root * w * opened
         tl.store(out + (n * C.HEADS + h) * C.KEY + place, normed.to(out.dtype.element_ty))
-
-
-def takes(
-    mixed_qkv: Tensor,
-    z: Tensor,
-    conv_states: Tensor,
-    states: Tensor,
-    intermediate_states: Tensor | None,
-    retrieve_parent_token: Tensor | None,
-    is_kda: bool,
-    **_: Any,
-) -> bool:
-    """Whether a call is one for this kernel."""
-    heads, size = z.shape[2:]
-    return (
-        is_kda
-        and mixed_qkv.shape[1] == 1
-        and mixed_qkv.shape[2] == 3 * heads * size
-        and states.shape[2] == states.shape[3] <= LARGEST
-        and conv_states.shape[1] <= COLUMNS
-        and intermediate_states is None
-        and retrieve_parent_token is None
-    )
 
 
 def forward(

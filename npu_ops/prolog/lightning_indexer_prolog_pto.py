@@ -37,16 +37,9 @@ def forward(**a: Any) -> tuple[Tensor, Tensor, Tensor]:
     keys = memory.empty((tokens, 1, 1, size), dtype, device)
     own = torch.arange(tokens, dtype=torch.int32, device=device)
     query, weights = indexer_prolog_pto.forward(**w8a8c8.as_pto(a, keys, own))
-    form: dict[str, Any] = dict(scale_format="ue8m0", index_hadamard=False, hadamard_round="bf16")
-    index_cache_write.forward(
-        _transformed(keys.view(tokens, size), a["hadamard_k"]),
-        a["idx_k_cache"],
-        a["idx_k_scale_cache"].view(a["idx_k_cache"].shape[:3]),
-        a["idx_k_cache_index"],
-        "int8",
-        **form,
-    )
+    keys = _transformed(keys.view(tokens, size), a["hadamard_k"])
+    index_cache_write.forward(**w8a8c8.of_cache_write(a, keys))
     query = _transformed(query.flatten(0, -2), a["hadamard_q"]).view(query.shape[1:])
-    values, scale = quantize_index_query.forward(query, weights[0], "int8", False, **form)
+    values, scale = quantize_index_query.forward(**w8a8c8.of_query(query, weights[0]))
     half = scale.clamp(max=torch.finfo(torch.float16).max).to(torch.float16)
     return values, half[..., None], w8a8c8.scaled(weights[0], size)

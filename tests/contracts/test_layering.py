@@ -152,6 +152,7 @@ ROOMS = (
     "chunks",
     "fused_gemm",
     "kda",
+    "layouts",
     "mla_consumers",
     "mla_parts",
     "packed_rows",

@@ -5,11 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from custom.dispatch.env import config
+from custom.dispatch.env import by_reference
 from torch import Tensor
 
 import custom
@@ -718,15 +717,6 @@ _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
     "layer v4": _layer_v4,
     "sample": _sampled,
 }
-
-
-@contextmanager
-def by_reference():
-    chosen, config.backend = config.backend, "reference"
-    try:
-        yield
-    finally:
-        config.backend = chosen
 
 
 class Impossible(Exception):

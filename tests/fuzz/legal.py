@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from custom.dispatch import backends
-from custom.dispatch.env import config
+from custom.dispatch.env import by_reference, config
 from custom.dispatch.errors import NotSupported
 from custom.dispatch.reference.common import delta_rules, selection
 from custom.dispatch.reference.deepseek_v4 import sparse_attn_sharedkv_grad as gradients
@@ -25,7 +25,7 @@ import custom
 from ..support import layer_v4
 from ..support.accuracy import assert_close_to_float64
 from ..support.calls import mutated
-from .build import Arguments, Garbage, build, by_reference, in_one
+from .build import Arguments, Garbage, build, in_one
 from .draw import KIND, Case
 
 Outputs = dict[str, Tensor]

@@ -269,6 +269,11 @@ def save_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def _moved(weights: dict[str, Tensor], of: str, to: str) -> dict[str, Tensor]:
+    """The weights whose names begin with `of`, which `to` replaces."""
+    return {to + name[len(of) :]: each for name, each in weights.items() if name.startswith(of)}
+
+
 def drafts_of_deepseek(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The one layer once more, of the next token alone: it says what the model will, but for the
     first two tokens, which it does not see."""
@@ -287,12 +292,7 @@ def drafts_of_deepseek(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def drafts_of_qwen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The last layer once more, of the next token alone, as far as that decides."""
-    last = "model.layers.3."
-    layer = {
-        name.replace(last, "mtp.layers.0."): each
-        for name, each in weights.items()
-        if name.startswith(last)
-    }
+    layer = _moved(weights, "model.layers.3.", "mtp.layers.0.")
     size = weights["model.norm.weight"].shape[0]
     return layer | {
         "mtp.fc.weight": EMBEDDED * torch.eye(size, 2 * size),
@@ -304,12 +304,7 @@ def drafts_of_qwen(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def drafts_of_v4(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The first layer once more, of the next token alone, as far as that decides."""
-    first = "layers.0."
-    layer = {
-        name.replace(first, "mtp.0."): each
-        for name, each in weights.items()
-        if name.startswith(first)
-    }
+    layer = _moved(weights, "layers.0.", "mtp.0.")
     size = weights["norm.weight"].shape[0]
     shared = {
         "emb.tok_emb.weight": "embed.weight",

@@ -661,19 +661,7 @@ def _producer(q, q_rope, strides, keys, work, of, window, tiles, C: gl.constexpr
     async_copy.wait_group(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tokens",
-        "requests",
-        "max_kv_len",
-        "table_stride",
-        "pages",
-        "window",
-        "out_head",
-        "lse_request",
-        "lse_head",
-    ]
-)
+@gluon.jit(do_not_specialize=[*rows.NUMBERS, "window", "out_head", "lse_request", "lse_head"])
 def _attend(
     q,
     q_rope,

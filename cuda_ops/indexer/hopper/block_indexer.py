@@ -52,19 +52,7 @@ def _ask(key, page, block, tile, bar, wanted, pages, C: gl.constexpr):
     tma_load(key, [page, block * BLOCK % C.PAGE, 0], bar, to, pred=wanted)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tokens",
-        "requests",
-        "reach",
-        "table_stride",
-        "pages",
-        "first_row",
-        "count",
-        "chunks",
-        "per_chunk",
-    ]
-)
+@gluon.jit(do_not_specialize=[*packed.NUMBERS, "first_row", "count", "chunks", "per_chunk"])
 def _scores(
     query,
     key,

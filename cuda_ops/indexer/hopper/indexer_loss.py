@@ -33,6 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common import gpu
 from ...common.gluon_names import barrier, cp_async
+from ...common.hopper.layouts import GATHER, LINE
+from ...common.hopper.layouts import S as SCORES
 from ...common.log2 import LOG2E
 from ...common.loss import LARGEST_D
 from ...runtime import launches
@@ -55,9 +57,8 @@ def _gather(
     ROPE_FROM: gl.constexpr,
     PASSES: gl.constexpr,
 ):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    d = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, GATHER))
+    d = gl.arange(0, 64, layout=gl.SliceLayout(0, GATHER))
     first = 0  # the tile's first piece
     phase = 1
     for _ in range(PASSES):
@@ -144,9 +145,7 @@ def _consume(
     HAS_LSE: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, S)
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     column = gl.arange(0, 64, layout=LINE)
     FIRST_HEAD: gl.constexpr = 0 if SPLIT else GROUP * 64
     BEGIN: gl.constexpr = GROUP * 64 if SPLIT else 0
@@ -162,8 +161,8 @@ def _consume(
         row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
         for n in range(0, end, 64):
             slot = gl.load(slots + n + column, mask=n + column < end, other=-1)
-            s = _scores(q, ring, bars, phase, n >> 30, GROUP, PIECES, False, S)
-            valid = gl.convert_layout(slot, gl.SliceLayout(0, S)) >= 0
+            s = _scores(q, ring, bars, phase, n >> 30, GROUP, PIECES, False, SCORES)
+            valid = gl.convert_layout(slot, gl.SliceLayout(0, SCORES)) >= 0
             s = gl.where(valid[None, :], s * scale_log2, float("-inf"))
             new_max = gl.maximum(row_max, gl.max(s, 1))
             row_sum = row_sum * gl.exp2(row_max - new_max) + gl.sum(
@@ -177,7 +176,7 @@ def _consume(
     row_lse = gl.where(head < N, row_lse, float("inf"))
     for n in range(BEGIN, end, STEP):
         slot = gl.load(slots + n + column, mask=n + column < end, other=-1)
-        s = _scores(q, ring, bars, phase, n >> 30, GROUP, PIECES, SPLIT, S)
+        s = _scores(q, ring, bars, phase, n >> 30, GROUP, PIECES, SPLIT, SCORES)
         p = gl.exp2(s * scale_log2 - row_lse[:, None])
         if FIRST_HEAD + 64 > N:
             # the zeros of heads that are not there, times an infinite key, are NaN
@@ -221,7 +220,6 @@ def _targets(
 ):
     """slots [rows, K] int32, -1 where absent, of which the first `ends` [rows] are visited."""
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dtype: gl.constexpr = key.dtype.element_ty
     batch = (gl.program_id(0) // S).to(gl.int64)
     # late rows see most keys: they start first
@@ -238,8 +236,8 @@ def _targets(
         mbarrier.init(bars.index(RING + c), count=GROUPS)
     mbarrier.init(bars.index(2 * RING), count=128)
     barrier()
-    h = gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
-    d = gl.arange(0, 64, layout=gl.SliceLayout(0, LOAD))
+    h = gl.arange(0, 64, layout=gl.SliceLayout(1, GATHER))
+    d = gl.arange(0, 64, layout=gl.SliceLayout(0, GATHER))
     query += batch * q_batch + row * q_row
     query_rope += batch * qr_batch + row * qr_row
     for group in gl.static_range(GROUPS):

@@ -25,12 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common import gpu
 from ...common.gluon_names import barrier, cp_async, reinterpret
+from ...common.hopper.layouts import GATHER
+from ...common.hopper.layouts import S as SCORES
 from ...common.log2 import LOG2E
 from ...common.loss import normalised, padded, softmax_of_scores, valid_slots
 from ...runtime import launches
 
 LOWEST = gl.constexpr(-1e30)
-GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.constexpr_function
@@ -62,17 +63,16 @@ def _log_sum_exps(
     q, keys, places, key, key_row, tiles, scale_log2, HEADS: gl.constexpr, D: gl.constexpr
 ):
     """To base 2; rows of these products are heads, so that a sum over keys stays within a warp."""
-    Z: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    row_max = gl.full([HEADS], LOWEST, gl.float32, layout=gl.SliceLayout(1, Z))
-    row_sum = gl.full([HEADS], 0.0, gl.float32, layout=gl.SliceLayout(1, Z))
+    row_max = gl.full([HEADS], LOWEST, gl.float32, layout=gl.SliceLayout(1, SCORES))
+    row_sum = gl.full([HEADS], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
     _gather(key, key_row, places.index(0), keys.index(0), D)
     for t in range(tiles):
         _arrive()
-        z = gl.zeros([HEADS, 64], gl.float32, layout=Z)
+        z = gl.zeros([HEADS, 64], gl.float32, layout=SCORES)
         z = warpgroup_mma(q, keys.index(t % 2).permute((1, 0)), z, use_acc=False, is_async=True)
         if t + 1 < tiles:
             _gather(key, key_row, places.index(t + 1), keys.index((t + 1) % 2), D)
-        valid = places.index(t).load(gl.SliceLayout(0, Z)) >= 0
+        valid = places.index(t).load(gl.SliceLayout(0, SCORES)) >= 0
         z = gl.where(valid[None, :], warpgroup_mma_wait(0, deps=[z]) * scale_log2, float("-inf"))
         new_max = gl.maximum(row_max, gl.max(z, 1))
         row_sum = row_sum * gl.exp2(row_max - new_max) + gl.sum(gl.exp2(z - new_max[:, None]), 1)

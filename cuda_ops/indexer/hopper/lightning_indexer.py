@@ -238,18 +238,7 @@ def _ask(
     )
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tokens",
-        "requests",
-        "max_kv_len",
-        "count",
-        "chunks",
-        "per_chunk",
-        "table_stride",
-        "pages",
-    ]
-)
+@gluon.jit(do_not_specialize=[*rows.NUMBERS, "count", "chunks", "per_chunk"])
 def _scores(
     q,
     key,
@@ -582,18 +571,7 @@ def _multiply(
         row = stop
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tokens",
-        "requests",
-        "max_kv_len",
-        "count",
-        "chunks",
-        "per_chunk",
-        "table_stride",
-        "pages",
-    ]
-)
+@gluon.jit(do_not_specialize=[*rows.NUMBERS, "count", "chunks", "per_chunk"])
 def _scores_shared(
     q,
     key,

@@ -27,13 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common import gpu, rows
 from ...common.gluon_names import barrier, cp_async
+from ...common.hopper.layouts import GATHER, LINE, S
 from ...common.hopper.rows import locate, slots
 from ...common.hopper.tma import aligned
 from ...runtime import launches
 
-GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 ROOM = gl.constexpr(4)  # tiles: the last one, which a late warp still reads, to the next one
 
 
@@ -63,9 +61,7 @@ def _add(sums, dk, places, D: gl.constexpr):
     gl.atomic_add(at, x, mask=(place >= 0)[:, None], sem="relaxed")
 
 
-@gluon.jit(
-    do_not_specialize=["tokens", "requests", "max_kv_len", "entries", "table_stride", "pages"]
-)
+@gluon.jit(do_not_specialize=[*rows.NUMBERS, "entries"])
 def _gradients(
     query,
     key,

@@ -37,6 +37,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ...common import gpu
 from ...common.combine import Parts, combine
 from ...common.gluon_names import barrier, cp_async
+from ...common.hopper.layouts import GATHER, LINE, S
 from ...common.hopper.tma import aligned
 from ...common.log2 import LEAST, LN2, LOG2E
 from ...common.selection import Attention
@@ -52,9 +53,8 @@ LEFT, RIGHT, LEFT_FREE, RIGHT_FREE, WEIGHED, SUMMED, PLACED = (
 )
 QUERY, QUERY_FREE = gl.constexpr(14), gl.constexpr(15)
 BARRIERS = gl.constexpr(16)
-# scores; half of the output's columns; the same with 64 neighbouring bytes of a row in a quad of
-# threads, where wgmma leaves 16: the stores of an item then cost 3 us less (H200, 2026-11)
-S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+# half of the output's columns; the same with 64 neighbouring bytes of a row in a quad of threads,
+# where wgmma leaves 16: the stores of an item then cost 3 us less (H200, 2026-11)
 WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 TURNED = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -65,8 +65,6 @@ TURNED = gl.constexpr(
         [64, 256],
     )
 )
-GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one entry a thread
 FETCH = gl.constexpr("""{
     .reg .pred there;
     setp.ne.s32 there, $2, 0;

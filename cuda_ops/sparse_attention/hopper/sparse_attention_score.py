@@ -29,15 +29,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common import gpu, packed, rows, softmax
 from ...common.gluon_names import barrier, cp_async, reinterpret
+from ...common.hopper.layouts import GATHER, LINE
 from ...common.hopper.rows import locate_packed
 from ...common.hopper.tma import aligned
 from ...common.log2 import LN2
 from ...runtime import launches
 
 LOWEST = gl.constexpr(-1e30)  # below any score: keeps exp2(-inf - LOWEST) = 0 free of NaN
-GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 ROW = gl.constexpr(gl.SliceLayout(1, GATHER))
-LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one entry a thread
 ROOM = gl.constexpr(4)  # tiles whose places are known: the one at hand, up to three on their way
 
 
@@ -146,17 +145,7 @@ def _finish(acc, row_max, row_sum, row, split, shared, tile, sinks, lse, places,
     gl.store(to[None, :] + d[:, None], o, mask=(of_group < GROUP)[None, :])
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tokens",
-        "requests",
-        "reach",
-        "table_stride",
-        "pages",
-        "chosen",
-        "per_split",
-    ]
-)
+@gluon.jit(do_not_specialize=[*packed.NUMBERS, "chosen", "per_split"])
 def _attend(
     q,
     key,

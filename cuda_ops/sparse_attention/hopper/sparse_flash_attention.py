@@ -132,18 +132,7 @@ def _producer(
     async_copy.wait_group(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "entries",
-        "per_split",
-        "tokens",
-        "requests",
-        "max_kv_len",
-        "items",
-        "table_stride",
-        "pages",
-    ]
-)
+@gluon.jit(do_not_specialize=[*rows.NUMBERS, "entries", "per_split", "items"])
 def _attend(
     q,
     q_rope,

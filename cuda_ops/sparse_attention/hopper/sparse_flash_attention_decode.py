@@ -28,9 +28,7 @@ from .mla_consumers import strides
 from .mla_parts import Tiles, ask, combine, part, parts_of
 
 
-@gluon.jit(
-    do_not_specialize=["entries", "tokens", "requests", "max_kv_len", "table_stride", "pages"]
-)
+@gluon.jit(do_not_specialize=[*rows.NUMBERS, "entries"])
 def _attend(
     q,
     q_rope,

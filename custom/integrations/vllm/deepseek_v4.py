@@ -43,13 +43,12 @@ from vllm.models import deepseek_v4 as theirs
 from vllm.models.deepseek_v4.common.rope import build_deepseek_v4_rope
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ...compression import entry_positions
 from ...dispatch.common import quantised
 from ...sparse_attention_v4 import npu_sparse_attention_v4_pto
 from ..engines import refuse
-from .mla import SparseBackend, SparseBuilder, SparseMetadata, kept
+from .mla import SideBySide, SparseBuilder, SparseMetadata, kept
 from .modes import SWITCH, check_modes
 from .standing_in import standing_in
 
@@ -107,32 +106,15 @@ class Builder(SparseBuilder):
         )
 
 
-class Backend(SparseBackend):
-    @staticmethod
-    @override
-    def get_name() -> str:
-        return "CUSTOM_COMPRESSED"
-
-    @staticmethod
-    @override
-    def get_builder_cls() -> type[Builder]:
-        return Builder
+class Backend(SideBySide):
+    name = "CUSTOM_COMPRESSED"
+    builder = Builder
+    page = 256  # 64 entries of 4 tokens, 2 of 128
 
     @staticmethod
     @override
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[Any]:
         return [MultipleOf(1)]
-
-    @classmethod
-    @override
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return 256  # 64 entries of 4 tokens, 2 of 128
-
-    @classmethod
-    @override
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # pages of any sizes side by side in a block; else one size would be all layers'
-        return (KVCacheLayout.BLHNC,)
 
 
 class Cache(AttentionLayerBase):

@@ -26,9 +26,8 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
 from vllm.models.glm5next.common import attention, kda
 from vllm.models.glm5next.common import model as theirs
-from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheSpec
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ...pooled import key_pool
 from ...sparse_attention import npu_lightning_indexer, npu_sparse_flash_attention
@@ -38,7 +37,7 @@ from .mla import (
     HINTS,
     NoIndexerOp,
     PagedCache,
-    SparseBackend,
+    SideBySide,
     SparseMetadata,
     attended,
     kept,
@@ -88,11 +87,9 @@ class BoundedDelta(DeltaSteps, kda.Glm5NextLinearAttention):
 # ------------------------------------------------------------------------ what vLLM asks of a cache
 
 
-class Backend(SparseBackend):
-    @staticmethod
-    @override
-    def get_name() -> str:
-        return "CUSTOM_POOLED_MLA"
+class Backend(SideBySide):
+    name = "CUSTOM_POOLED_MLA"
+    page = 256  # 64 pools of 4 tokens: a tile of the kernel of the index scores for Hopper
 
     @staticmethod
     @override
@@ -100,22 +97,9 @@ class Backend(SparseBackend):
         # a ring has few rows; of pools up to 64 tokens each a page has whole ones
         return [MultipleOf(1 if isinstance(kv_cache_spec, CircularBufferSpec) else 64)]
 
-    @classmethod
-    @override
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return 256  # 64 pools of 4 tokens: a tile of the kernel of the index scores for Hopper
-
-    @classmethod
-    @override
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # pages of any sizes side by side in a block; else one size would be all layers'
-        return (KVCacheLayout.BLHNC,)
-
 
 class Cache(PagedCache):
-    @override
-    def get_attn_backend(self) -> type[AttentionBackend]:
-        return Backend
+    backend = Backend
 
 
 class OpenPool(Cache):

@@ -29,7 +29,6 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.models.kimi_k3.nvidia import model as theirs
-from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
@@ -164,19 +163,14 @@ class KimiDelta(DeltaSteps, KimiGatedDeltaNetAttention):
 
 
 class LatentBackend(SparseBackend):
-    @staticmethod
-    @override
-    def get_name() -> str:
-        return "CUSTOM_DENSE_MLA"
-
-    @classmethod
-    @override
-    def is_sparse(cls) -> bool:
-        return False
+    name = "CUSTOM_DENSE_MLA"
+    sparse = False
 
 
 class DenseLatent(nn.Module, PagedCache):
     """Takes the arguments of vLLM's layer and computes the same, on our op."""
+
+    backend = LatentBackend
 
     def __init__(
         self,
@@ -235,10 +229,6 @@ class DenseLatent(nn.Module, PagedCache):
         self.layer_name = prefix
         vllm_config.compilation_config.static_forward_context[prefix] = self
         PagedCache.__init__(self, row, vllm_config.model_config.dtype)
-
-    @override
-    def get_attn_backend(self) -> type[AttentionBackend]:
-        return LatentBackend
 
     def process_weights_after_loading(self, dtype: torch.dtype) -> None:
         """The halves of the up-projection, [N, Dn, R] and [N, Dv, R]: views of it."""

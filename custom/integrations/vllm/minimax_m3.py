@@ -29,7 +29,6 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.models.minimax_m3.nvidia import model as theirs
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionBackend
 
 from ...block_sparse import npu_block_indexer, npu_sparse_attention_score
 from .mla import PagedCache, SparseBackend, SparseMetadata, attended, write
@@ -40,26 +39,13 @@ BLOCKS = "attention to blocks of keys"
 
 
 class Backend(SparseBackend):
-    @staticmethod
-    @override
-    def get_name() -> str:
-        return "CUSTOM_BLOCK_SPARSE"
-
-    @classmethod
-    @override
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return 128  # that of a block
-
-    @classmethod
-    @override
-    def is_mla(cls) -> bool:
-        return False
+    name = "CUSTOM_BLOCK_SPARSE"
+    page = 128  # that of a block
+    latent = False
 
 
 class Cache(PagedCache):
-    @override
-    def get_attn_backend(self) -> type[AttentionBackend]:
-        return Backend
+    backend = Backend
 
 
 class BlockAttention(nn.Module, Cache):

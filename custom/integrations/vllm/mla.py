@@ -38,6 +38,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from ...dispatch.common import quantised
 from ...dispatch.errors import NotSupported
@@ -116,20 +117,27 @@ class SparseBuilder(AttentionMetadataBuilder[SparseMetadata]):
 
 
 class SparseBackend(AttentionBackend):
-    @staticmethod
+    """What vLLM asks of a cache; others say what differs."""
+
+    name = "CUSTOM_SPARSE_MLA"
+    builder: type[SparseBuilder] = SparseBuilder
+    page = 64  # the kernel of the index scores for Hopper takes whole tiles of a page
+    latent, sparse = True, True
+
+    @classmethod
     @override
-    def get_name() -> str:
-        return "CUSTOM_SPARSE_MLA"
+    def get_name(cls) -> str:
+        return cls.name
 
     @staticmethod
     @override
     def get_impl_cls() -> Any:
         raise NotImplementedError("SparseMLA computes by itself")
 
-    @staticmethod
+    @classmethod
     @override
-    def get_builder_cls() -> type[SparseBuilder]:
-        return SparseBuilder
+    def get_builder_cls(cls) -> type[SparseBuilder]:
+        return cls.builder
 
     @staticmethod
     @override
@@ -139,22 +147,33 @@ class SparseBackend(AttentionBackend):
     @classmethod
     @override
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return 64  # the kernel of the index scores for Hopper takes whole tiles of a page
+        return cls.page
 
     @classmethod
     @override
     def is_mla(cls) -> bool:
-        return True
+        return cls.latent
 
     @classmethod
     @override
     def is_sparse(cls) -> bool:
-        return True
+        return cls.sparse
+
+
+class SideBySide(SparseBackend):
+    """Pages of any sizes lie side by side in a block; else one size would be all layers'."""
+
+    @classmethod
+    @override
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.BLHNC,)
 
 
 class PagedCache(AttentionLayerBase):
     """A cache of `width` values for each of `tokens`, [pages, P, 1, width] once vLLM has allocated
     it."""
+
+    backend: type[AttentionBackend] = SparseBackend
 
     def __init__(self, width: int, dtype: torch.dtype, tokens: int = 1) -> None:
         self.width, self.dtype, self.tokens = width, dtype, tokens
@@ -165,7 +184,7 @@ class PagedCache(AttentionLayerBase):
 
     @override
     def get_attn_backend(self) -> type[AttentionBackend]:
-        return SparseBackend
+        return self.backend
 
     @override
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:

@@ -297,6 +297,16 @@ def with_heads(query: Tensor, layout: str, heads: int) -> Tensor:
     return query.unflatten(-1, (heads, query.shape[-1] // heads)) if layout == "BSH" else query
 
 
+def sizes(x: Arguments) -> tuple[int, int, int, int, int]:
+    """(requests, tokens of one or packed, heads, rank, rope)."""
+    query = with_heads(x["query"], x["input_layout"], x["num_query_heads"])
+    *_, tokens, heads, rank = query.shape
+    kv = x["actual_seq_kvlen"]
+    assert kv is not None  # the check said so
+    rope = 0 if x["key_rope"] is None else x["key_rope"].shape[-1]
+    return kv.shape[0], tokens, heads, rank, rope
+
+
 def shapes(query: Tensor, layout: str, heads: int) -> tuple[list[int], list[int]]:
     """Of out and lse."""
     *rows, _, rank = with_heads(query, layout, heads).shape

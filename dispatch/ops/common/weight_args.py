@@ -36,9 +36,9 @@ class Scale:
     tensor: Tensor | None
 
 
-def named(names: Sequence[str], given: Mapping[str, Tensor | None]) -> dict[str, Scale]:
-    """The scale of each of these weights, which has its name."""
-    scales = {name: f"dequant_scale_{name}" for name in names}
+def named(names: Sequence[str], given: Mapping[str, Any]) -> dict[str, Scale]:
+    """The scale of each of these weights, which has its name, with `w_` for `weight_`."""
+    scales = {name: f"dequant_scale_{name.replace('weight_', 'w_')}" for name in names}
     return {name: Scale(scale, given[scale]) for name, scale in scales.items()}
 
 

@@ -76,10 +76,7 @@ def check(**x: Unpack[Arguments]) -> None:
         rope_cos=(x["rope_cos"], "B S Dr"),
         index_k_cache=(x["index_k_cache"], "pages P 1 Di"),
     )
-    scales = dict(
-        weight_qb=weight_args.Scale("dequant_scale_w_qb", x["dequant_scale_w_qb"]),
-        weight_k=weight_args.Scale("dequant_scale_w_k", x["dequant_scale_w_k"]),
-    )
+    scales = weight_args.named(("weight_qb", "weight_k"), x)
     of_norm = weight_args.Scale("dequant_scale_q_norm", x["dequant_scale_q_norm"])
     own = {*narrow, *(["query_norm"] if query_norm.dtype in quantised.VALUES.values() else [])}
     prologs.tensors(

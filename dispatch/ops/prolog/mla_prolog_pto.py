@@ -122,11 +122,7 @@ def check_as(op: str, rows: str = "B S", **x: Unpack[Arguments]) -> None:
     if weight_dq is not None and rmsnorm_gamma_cq is not None:
         weights = dict(weight_dq=(weight_dq, "H Rq"), **weights)
         floats = dict(rmsnorm_gamma_cq=(rmsnorm_gamma_cq, "Rq"), **floats)
-    scales = dict(
-        weight_dq=weight_args.Scale("dequant_scale_w_dq", x["dequant_scale_w_dq"]),
-        weight_uq_qr=weight_args.Scale("dequant_scale_w_uq_qr", x["dequant_scale_w_uq_qr"]),
-        weight_dkv_kr=weight_args.Scale("dequant_scale_w_dkv_kr", x["dequant_scale_w_dkv_kr"]),
-    )
+    scales = weight_args.named(("weight_dq", "weight_uq_qr", "weight_dkv_kr"), x)
     of_x = weight_args.Scale("dequant_scale_x", x["dequant_scale_x"])
     own = {*narrow, *(["token_x"] if token_x.dtype in quantised.VALUES.values() else [])}
     prologs.tensors(

@@ -70,10 +70,7 @@ def check(op: str = "npu_sparse_attention_pto", **arguments: Any) -> None:
         w_idx_k=(a.w_idx_k, "H Di"),
         w_idx_proj=(w_idx_proj, "H Ni"),
     )
-    scales = dict(
-        w_idx_qb=weight_args.Scale("dequant_scale_w_idx_qb", a.dequant_scale_w_idx_qb),
-        w_idx_k=weight_args.Scale("dequant_scale_w_idx_k", a.dequant_scale_w_idx_k),
-    )
+    scales = weight_args.named(("w_idx_qb", "w_idx_k"), vars(a))
     floats = dict(in_gamma_k=(a.in_gamma_k, "Di"), in_beta_k=(a.in_beta_k, "Di"))
     others = {each.name: each.tensor for each in scales.values()}
     others["index_k_scale_cache"] = index_k_scale_cache
@@ -141,11 +138,7 @@ def check_attention(
         act_seqs=(act_seqs, "B"),
         **more_integers,
     )
-    scales = dict(
-        w_dq=weight_args.Scale("dequant_scale_w_dq", a.dequant_scale_w_dq),
-        w_uq_qr=weight_args.Scale("dequant_scale_w_uq_qr", a.dequant_scale_w_uq_qr),
-        w_dkv_kr=weight_args.Scale("dequant_scale_w_dkv_kr", a.dequant_scale_w_dkv_kr),
-    )
+    scales = weight_args.named(("w_dq", "w_uq_qr", "w_dkv_kr"), vars(a))
     prologs.tensors(
         c,
         floats,

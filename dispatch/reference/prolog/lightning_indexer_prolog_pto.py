@@ -24,18 +24,9 @@ from . import indexer_prolog_pto
 def forward(**a: Any) -> tuple[Tensor, Tensor, Tensor]:
     given = w8a8c8.as_pto(a, a["idx_k_cache"], a["idx_k_cache_index"])
     query, key, weights = indexer_prolog_pto.projected(**given)
-    form: dict[str, Any] = dict(scale_format="ue8m0", index_hadamard=False, hadamard_round="bf16")
-    index_cache_write.forward(
-        k=w8a8c8.transformed(key, a["hadamard_k"]),
-        values=a["idx_k_cache"],
-        scales=a["idx_k_scale_cache"].view(a["idx_k_cache"].shape[:3]),
-        slots=a["idx_k_cache_index"],
-        kind="int8",
-        **form,
-    )
+    key = w8a8c8.transformed(key, a["hadamard_k"])
+    index_cache_write.forward(**w8a8c8.of_cache_write(a, key))
     query = w8a8c8.transformed(query[0], a["hadamard_q"])
-    values, scale = quantize_index_query.forward(
-        q=query, weights=weights[0], kind="int8", fold=False, **form
-    )
+    values, scale = quantize_index_query.forward(**w8a8c8.of_query(query, weights[0]))
     half = quantizers.stored(scale, torch.float16)
     return values, half[..., None], w8a8c8.scaled(weights[0], key.shape[-1])

@@ -27,14 +27,12 @@ from ..common.precision import accumulator, matmul
 
 
 def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    query, query_rope, query_norm, _quantised = with_rows(**arguments)
-    return query, query_rope, query_norm
+    return with_rows(**arguments)[:3]
 
 
 def v3(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """npu_mla_prolog_v3: the query norm as its product takes it."""
-    query, query_rope, _, c = with_rows(**mla_v3.as_pto(arguments))
-    return mla_v3.outputs(arguments, query, query_rope, *c)
+    """npu_mla_prolog_v3"""
+    return mla_v3.outputs(arguments, with_rows(**mla_v3.as_pto(arguments)))
 
 
 def with_rows(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, weight_args.Rows]:

@@ -16,19 +16,12 @@ from ...support import eight_bits
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
 from ...support.calls import CPU, runs_once
 from ...support.deepseek_v4 import Attention, pairs
-from ...support.kernels import INTERPRETED
 from ...support.prologs import FORMS
 from ...support.samples import sample
 
 OP = "npu_grouped_o_proj_pto"
 F64 = torch.float64
-
-
-@pytest.fixture(autouse=True)
-def processors_of_a_gpu(monkeypatch):
-    """The interpreter has one: K would always be whole."""
-    if INTERPRETED:
-        monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
+pytestmark = pytest.mark.usefixtures("processors_of_a_gpu")
 
 
 def draw(

@@ -20,23 +20,16 @@ from ...support import eight_bits
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
 from ...support.calls import CPU, runs_once
 from ...support.deepseek_v4 import Attention, pairs
-from ...support.kernels import INTERPRETED
 from ...support.prologs import FORMS
 from ...support.samples import sample
 
 OP = "npu_sharedkv_prolog_pto"
 F64 = torch.float64
 PAGE = 16
+pytestmark = pytest.mark.usefixtures("processors_of_a_gpu")
 KINDS = {1: "int8", 2: "int8", 4: "fp8"}
 ALL = ("w_dq", "w_uq", "w_kv", "w_idx_qb")
 NARROW = {0: (), 1: ("w_uq", "w_idx_qb"), 2: ALL, 4: ALL}
-
-
-@pytest.fixture(autouse=True)
-def processors_of_a_gpu(monkeypatch):
-    """The interpreter has one: K would always be whole."""
-    if INTERPRETED:
-        monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
 
 
 @dataclass

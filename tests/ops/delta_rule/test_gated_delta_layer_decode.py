@@ -9,6 +9,7 @@ import copy
 
 import pytest
 import torch
+from custom.dispatch.common import gated_delta
 
 import custom
 
@@ -89,7 +90,7 @@ def test_equals_the_three_ops(case, dtype, device, backend):
     want = composed(y)
     # the same sums, and of the last norm another order of them
     torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-    alone = case.kda and case.Nv == case.N and case.Dk == case.Dv and case.S == 1
+    alone = gated_delta.in_one_launch(**x)
     for name in ("conv_states", "states", "intermediate_states", "intermediate_conv_window"):
         if name == "states" and backend == "cuda" and alone:
             # a kernel of its own, with another order of the sums over K

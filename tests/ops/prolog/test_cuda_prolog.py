@@ -19,12 +19,7 @@ from ...support.accuracy import assert_close_to_float64
 from ...support.kernels import DTYPES, INTERPRETED, ON_GPU, capturing, gpu, kernels
 from ...support.layer import CACHES, OPS, P, formatted, launch, layer
 
-
-@pytest.fixture(autouse=True)
-def processors_of_a_gpu(monkeypatch):
-    """The interpreter has one: K would always be whole."""
-    if INTERPRETED:
-        monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
+pytestmark = pytest.mark.usefixtures("processors_of_a_gpu")
 
 
 def check(op, arguments, dtype, weight_format, **options):
