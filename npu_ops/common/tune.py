@@ -312,7 +312,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "hc_pre.gates": tuple(Config({"LANES": lanes, "WIDTH": 1024}) for lanes in (8, 32)),
     "sharedkv_prolog_pto.of_tokens": (Config({"WIDTH": 2048}),),
     "sharedkv_prolog_pto.of_heads": tuple(Config({"HEAD_TILE": heads}) for heads in (16, 8)),
-    "grouped_o_proj_pto.turn_back": (Config({"HEAD_TILE": 8}),),
+    "grouped_o_proj_pto.turn_back": tuple(Config({"HEAD_TILE": heads}) for heads in (32, 8)),
     "grouped_o_proj_pto.group_products": (
         *(
             Config({"ROWS": rows, "PANELS": panels, "DEPTH": 512})

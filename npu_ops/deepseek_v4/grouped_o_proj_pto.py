@@ -24,6 +24,7 @@ from ..prolog.product import panel_tiles
 from .last_rotation import angles, not_turned, turned
 
 _CACHED = 3  # how many times as fast the cache is as the memory
+_NARROW = 64  # dims that turn, of which UB holds many heads
 
 
 @entry.jit(do_not_specialize=["rows", "heads"])
@@ -171,7 +172,7 @@ def _turned_back(x: Tensor, sin: Tensor, cos: Tensor, in_place: bool = False) ->
     """x [M, N, D]."""
     rows, heads, size = x.shape
     out = x if in_place else memory.empty(x.shape, x.dtype, x.device)
-    config = tune.only("grouped_o_proj_pto.turn_back", size)
+    config = _turning(x, sin, in_place)
     tile = config.tiles["HEAD_TILE"]
     turn_back[(min(rows * -(-heads // tile), cores.vector()),)](
         x,
@@ -187,6 +188,18 @@ def _turned_back(x: Tensor, sin: Tensor, cos: Tensor, in_place: bool = False) ->
         **config.keywords,
     )
     return out
+
+
+def _turning(x: Tensor, sin: Tensor, in_place: bool) -> tune.Config:
+    """Many heads a tile, which reads a token's angles once, where their other dims stay in place
+    and all cores have a tile."""
+    kernel = "grouped_o_proj_pto.turn_back"
+    (rows, heads, size), rotary = x.shape, sin.shape[-1]
+    many, few = tune.TABLE[kernel]
+    tile = many.tiles["HEAD_TILE"]
+    shared = heads % tile == 0 and rows * heads // tile >= cores.vector()
+    fits = in_place and rotary <= _NARROW
+    return tune.choose(kernel, (many, few) if shared and fits else (few,), size)
 
 
 def _by_groups(x: Tensor, w: Tensor, out: Tensor) -> None:

@@ -59,6 +59,7 @@ _TIMES = "the two are only multiplied, number by number"
 _NUMBERS = "as many numbers, whose rows the kernels count themselves"
 _UNMASKED = "a tile that is not masked uses neither"
 _TILES = "other tiles make the same products"
+_TURNED = "a tile of fewer heads turns them the same"
 _CORE = "another core begins, with the same work"
 _WHOLE = "the answer is that of the whole row, with its candidates or without"
 _FIRST = "a tile's first panel is there, and where all are whole another lies behind its depth"
@@ -193,6 +194,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "grouped_o_proj_pto._config": (
         ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
+    ),
+    "grouped_o_proj_pto._turning": (
+        ("tile > cores.vector()", _TURNED),
+        ("rotary < _NARROW", _TURNED),
     ),
     "hc_pre.mix": (
         ("acc, mask=(m < COUNT)[:, None]) ->", _ZEROS),

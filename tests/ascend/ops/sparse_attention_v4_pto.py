@@ -215,6 +215,11 @@ CASES = (
     case("HCA, 36 requests", layer(HCA, [127] * 36, None, 1, 1, ratio=128, groups=1)),
     case("CSA, 36 requests", layer(CSA, [5] * 36, None, 1, 1, hidden=4096, groups=1)),
     case("CSA, 66 requests", layer(CSA, [5] * 66, None, 1, 1, groups=None), cores=(24,)),
+    case(
+        "32 heads are a tile to turn back",
+        layer(SLIDING, [9, 130, 3, 40, 5], None, 2, 32, groups=None, size=512, rotary=64),
+        cores=(5,),
+    ),
     # the forms of the models' shards
     case("sliding, model sizes", layer(SLIDING, [9], None, 1, 8, groups=1, **MODEL), cores=(24,)),
     case(
