@@ -239,7 +239,9 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "chunk_kda.factors": (Config({}, {"multibuffer": False}),),
     "chunk_kda.products": (Config({}),),
     "chunk_kda.triangles": (Config({}, {"multibuffer": False}),),
+    "chunk_kda.crosses": (Config({}),),
     "chunk_kda.walk": tuple(Config({"VALUE_TILE": channels}) for channels in (128, 64, 32, 16)),
+    "chunk_kda.outputs": tuple(Config({"VALUE_TILE": channels}) for channels in (128, 64, 32, 16)),
     "chunk_kda_grad.places": (Config({}),),
     "chunk_kda_grad.walk_states": tuple(
         Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Kimi delta attention over whole sequences, 64 tokens at a time on the cube.
+"""Kimi delta attention over whole sequences on the cube: 64 tokens at a time, the walk 128.
 
     G_i [K] = sum of the decay's logarithm up to i, within a chunk
     A_ij = sum over channels of k_i k_j exp(G_i - G_j) for j < i     T = (I + beta A)^-1 beta
@@ -14,18 +14,23 @@ the cube multiplies.  A channel that goes further from there than REACH has the 
 as i's, and its end as j's: then no exponent is above 0, pairs within the part get too little, and
 the vector cores make the rest of them, one token j at a time.  Bounded gates never go so far.
 
-    factors    vector cores    by chunk: what the cube multiplies, here and in the walk; of parts
+Of a pair of chunks, A and B, all of it holds as of one chunk of 128 tokens, with
+P_BA = (scale exp(G) q)_B (exp(G_last - G) k)_A^T and T_BA = -T_B A_BA T_A, A_BA alike of keys.
+A sequence may end in a chunk without a second, and so may a round.
+
+    factors    vector cores    by pair: what the cube multiplies, here and in the walk; of parts
                                with a channel that goes far, what is left of A and P
     products   cube            by chunk: A and P
     triangles  vector cores    by chunk: both with what was left, and T, by elimination
-    walk       cube + vector   over a sequence, VALUE_TILE columns of a head: outputs, states
+    crosses    cube            by pair: P_BA and T_BA
+    walk       cube + vector   over a sequence, VALUE_TILE columns of a head: S and N
+    outputs    cube            by pair
 
-A, P and T lie transposed, as they are made.  In the walk the cube stores and loads what it makes of
-v and the state, and the vector units have the state alone, in float32: two hand-offs a chunk.
-exp(G) q and -exp(G) k lie side by side, so that the state goes to the cube once; their products
-with it come out in halves, and the outputs' half is added by a product with ones.  What lies
-between the kernels is laid out by chunk, in rounds of chunks that fit the workspace; the state of
-the sequence that a round ends within is carried to the next one.
+A, P and T lie transposed, as they are made; P and T in squares of pairs.  In the walk the cube
+stores and loads what it makes of v and the state, and the vector units have the state alone, in
+float32: two hand-offs a pair.  Both products with the state do not fit L0C, so outputs are a launch
+of their own.  What lies between the kernels is laid out by chunk, in rounds of chunks that fit the
+workspace; the state of the sequence that a round ends within is carried to the next one.
 """
 
 from __future__ import annotations
@@ -72,6 +77,22 @@ def _here(before, chunks, since, most):
     low = tl.minimum(tl.maximum(since - before, 0), chunks)
     high = tl.minimum(tl.maximum(since + most - before, 0), chunks)
     return low, high - low
+
+
+@triton.jit
+def _place(chunk, head, most, value_heads, GRAD: tl.constexpr):
+    """Where a chunk of the round and a head lie: by head, for a gradient by chunk."""
+    if GRAD:
+        place = chunk.to(tl.int64) * value_heads + head
+    else:
+        place = head.to(tl.int64) * most + chunk
+    return place
+
+
+@triton.jit
+def _inner(chunk, head, most, value_heads):
+    """Where, behind all chunks, what the pair from `chunk` on has for its crosses lies."""
+    return value_heads.to(tl.int64) * most + head * (most // 2) + chunk // 2
 
 
 @triton.jit
@@ -198,13 +219,16 @@ def factors(
     GRAD: tl.constexpr,
     multibuffer: tl.constexpr,
 ):
-    """Of every chunk what `products` multiplies; scale exp(G) q, -exp(G) k and exp(G_last - G) k
-    [chunks, HV, 64, K]; exp(G_last) [chunks, HV, K].  By parts of 16 tokens whether a channel goes
-    far [chunks, HV, 4], and what is then left of A and P [chunks, HV, 64, 16].  For a gradient
-    exp(G) k, and in float32 G, k and scale q."""
+    """Of every chunk what `products` multiplies; with the G of the pair scale exp(G) q, -exp(G) k
+    and exp(G_last - G) k [HV, chunks, 64, K], and of a pair at its first exp(G_last) [HV, chunks,
+    K].  Behind them with the G of the chunk, by pair, what `crosses` multiplies: the first two of
+    its second, and the last of its first.  By parts of 16 tokens whether a channel goes far
+    [HV, chunks, 4], and what is then left of A and P [HV, chunks, 64, 16].  For a gradient
+    [chunks, HV, ..], exp(G) k, no pairs, and in float32 G, k and scale q."""
     PARTS: tl.constexpr = CHUNK // ROWS
     ABSENT: tl.constexpr = float("-inf") if GATE else 0.0
     # two of them in float32, and in halves; what bounded gates reach is 40
+    half: tl.constexpr = to.upper.dtype.element_ty
     REACH: tl.constexpr = 43.0 if to.upper.dtype.element_ty == tl.bfloat16 else 4.0
     row = tl.arange(0, ROWS)
     d = tl.arange(0, KEY)
@@ -217,10 +241,10 @@ def factors(
         start, size = _sequence(bounds, n, end, of.length, of.tokens, VARLEN)
         chunks = (size + CHUNK - 1) // CHUNK
         low, count = _here(before, chunks, of.since, of.most)
-        for work in range(turn, count * value_heads, turns):
+        pairs = (count + 1) // 2
+        for work in range(turn, pairs * value_heads, turns):
             head = work % value_heads
-            first = (low + work // value_heads) * CHUNK
-            place = ((before + low - of.since) * value_heads + work).to(tl.int64)
+            begin = low + work // value_heads * 2
             of_q = given.q + (head // group).to(tl.int64) * q_stride.head
             of_k = given.k + (head // group).to(tl.int64) * k_stride.head
             of_g = given.g + head.to(tl.int64) * g_stride.head
@@ -228,100 +252,138 @@ def factors(
             if A:
                 rate += tl.load(given.A_log + head + one).to(tl.float32)
             rate = tl.exp(rate)[:, None]
-            running = tl.zeros((1, KEY), tl.float32)
-            # a tile that is the same in every turn would stay in UB
-            rest = tl.broadcast_to(first.to(tl.float32) * 0.0, (CHUNK - ROWS, KEY))
-            older = tl.zeros((1, KEY), tl.float32)
-            newer = tl.zeros((1, KEY), tl.float32)
-            for part in range(0, CHUNK, ROWS):
-                i = part + row
-                there = (i < size - first)[:, None]
-                token = (start + first + i).to(tl.int64)[:, None]
-                rows = place * (CHUNK * KEY) + i[:, None] * KEY + d[None]
-                beside = rows if GRAD else rows + place * (CHUNK * KEY)
-                # no decay where there is no token
-                x = tl.load(of_g + token * g_stride.token + d[None], mask=there, other=ABSENT)
-                x = x.to(tl.float32)
-                if BIAS:
-                    x += tl.load(given.dt_bias + head * KEY + d).to(tl.float32)[None]
-                decay = _logarithm(x, rate, lower_bound, GATE)
-                since = _sums(decay, KEY)  # up to each token, from the part's first on
-                gained = extract_slice(since, (ROWS - 1, 0), (1, KEY), (1, 1))
-                k_tile = tl.load(of_k + token * k_stride.token + d[None], mask=there, other=0.0)
-                k_tile = _unit(k_tile.to(tl.float32), 1.0, NORM)
-                q_tile = tl.load(of_q + token * q_stride.token + d[None], mask=there, other=0.0)
-                q_tile = _unit(q_tile.to(tl.float32), scale, NORM)
-                if GRAD:
-                    tl.store(whole.total + rows, running + since)
-                    tl.store(whole.units + rows, k_tile)
-                    tl.store(whole.scaled + rows, q_tile)
-                # anchors: the part's middle; its begin and end for channels that go far from there
-                middle = extract_slice(since, (ROWS // 2 - 1, 0), (1, KEY), (1, 1))
-                far = tl.where(
-                    tl.minimum(middle, gained - middle, propagate_nan=ALL) < -REACH, 1.0, 0.0
-                )
-                upper = middle - middle * far
-                under = middle + (gained - middle) * far
-                # pairs of such channels, which the cube takes exp(under - upper) of, one by one
-                strong = tl.max(far, 1).to(tl.int32)
-                tl.store(to.strong + place * PARTS + part // ROWS + one, strong)
-                if tl.max(strong, 0) > 0:
-                    weight = far * (1.0 - tl.exp(gained))
-                    on_k = tl.zeros((ROWS, ROWS), tl.float32)
-                    on_q = tl.zeros((ROWS, ROWS), tl.float32)
-                    # a row of a tile is taken out of what made the tile, unless it was put there
-                    zero = tl.minimum(work, 0)
-                    k_rows = insert_slice(decay, k_tile, (zero, 0), (ROWS, KEY), (1, 1))
-                    on_k, on_q = _near(q_tile, k_rows, since, weight, on_k, on_q, 0, KEY)
-                    on_k, on_q = _near(q_tile, k_rows, since, weight, on_k, on_q, ROWS // 2, KEY)
-                    of_near = (place * CHUNK + i[:, None]) * ROWS + row[None]
-                    tl.store(near_seen + of_near, on_q)
-                    tl.store(near_alike + of_near, on_k)
-                half = to.upper.dtype.element_ty
-                growth = tl.exp(since - upper)
-                q_up = q_tile * growth
-                k_up = k_tile * growth
-                at = (place * CHUNK + part) * (2 * KEY) + row[:, None] * KEY + d[None]
-                tl.store(to.upper + at, q_up.to(half))
-                tl.store(to.upper + at + ROWS * KEY, k_up.to(half))
-                grown = tl.exp(running + upper)
-                tl.store(to.queries + beside, (q_up * grown).to(half))
+            of_pair = before + begin - of.since
+            inner = _inner(of_pair, head, of.most, value_heads)
+            fore = tl.zeros((1, KEY), tl.float32)  # of the pair's first
+            for chunk in range(begin, tl.minimum(begin + 2, low + count)):
+                first = chunk * CHUNK
+                place = _place(before + chunk - of.since, head, of.most, value_heads, GRAD)
+                second = chunk - begin
+                of_left = place
                 if not GRAD:
-                    grown = -grown
-                tl.store(to.keys + beside, (k_up * grown).to(half))
-                # of the parts before, on to this one's anchor
-                base = place * LOWER + part // ROWS * (part + ROWS) // 2
-                for earlier in range(0, part - ROWS, ROWS):
-                    known = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1))
-                    known = known * tl.exp(older + upper)
-                    rest = insert_slice(rest, known, (earlier, 0), (ROWS, KEY), (1, 1))
-                    at = (base + earlier + row)[:, None] * KEY + d[None]
+                    of_left = tl.where(
+                        tl.minimum(low + count - chunk, 2) - second > 1, inner, place
+                    )
+                running = tl.zeros((1, KEY), tl.float32)
+                # a tile that is the same in every turn would stay in UB
+                rest = tl.broadcast_to(first.to(tl.float32) * 0.0, (CHUNK - ROWS, KEY))
+                older = tl.zeros((1, KEY), tl.float32)
+                newer = tl.zeros((1, KEY), tl.float32)
+                for part in range(0, CHUNK, ROWS):
+                    i = part + row
+                    there = (i < size - first)[:, None]
+                    token = (start + first + i).to(tl.int64)[:, None]
+                    rows = place * (CHUNK * KEY) + i[:, None] * KEY + d[None]
+                    # no decay where there is no token
+                    x = tl.load(of_g + token * g_stride.token + d[None], mask=there, other=ABSENT)
+                    x = x.to(tl.float32)
+                    if BIAS:
+                        x += tl.load(given.dt_bias + head * KEY + d).to(tl.float32)[None]
+                    decay = _logarithm(x, rate, lower_bound, GATE)
+                    since = _sums(decay, KEY)  # up to each token, from the part's first on
+                    gained = extract_slice(since, (ROWS - 1, 0), (1, KEY), (1, 1))
+                    k_tile = tl.load(of_k + token * k_stride.token + d[None], mask=there, other=0.0)
+                    k_tile = _unit(k_tile.to(tl.float32), 1.0, NORM)
+                    q_tile = tl.load(of_q + token * q_stride.token + d[None], mask=there, other=0.0)
+                    q_tile = _unit(q_tile.to(tl.float32), scale, NORM)
+                    if GRAD:
+                        tl.store(whole.total + rows, running + since)
+                        tl.store(whole.units + rows, k_tile)
+                        tl.store(whole.scaled + rows, q_tile)
+                    # anchors: the part's middle; its begin and end for channels that go far from it
+                    middle = extract_slice(since, (ROWS // 2 - 1, 0), (1, KEY), (1, 1))
+                    far = tl.where(
+                        tl.minimum(middle, gained - middle, propagate_nan=ALL) < -REACH, 1.0, 0.0
+                    )
+                    upper = middle - middle * far
+                    under = middle + (gained - middle) * far
+                    # pairs of such channels, which the cube takes exp(under - upper) of, one by one
+                    strong = tl.max(far, 1).to(tl.int32)
+                    tl.store(to.strong + place * PARTS + part // ROWS + one, strong)
+                    if tl.max(strong, 0) > 0:
+                        weight = far * (1.0 - tl.exp(gained))
+                        on_k = tl.zeros((ROWS, ROWS), tl.float32)
+                        on_q = tl.zeros((ROWS, ROWS), tl.float32)
+                        # a row of a tile is taken out of what made the tile, unless it was put
+                        # there
+                        zero = tl.minimum(work, 0)
+                        k_rows = insert_slice(decay, k_tile, (zero, 0), (ROWS, KEY), (1, 1))
+                        on_k, on_q = _near(q_tile, k_rows, since, weight, on_k, on_q, 0, KEY)
+                        on_k, on_q = _near(
+                            q_tile, k_rows, since, weight, on_k, on_q, ROWS // 2, KEY
+                        )
+                        of_near = (place * CHUNK + i[:, None]) * ROWS + row[None]
+                        tl.store(near_seen + of_near, on_q)
+                        tl.store(near_alike + of_near, on_k)
+                    growth = tl.exp(since - upper)
+                    q_up = q_tile * growth
+                    k_up = k_tile * growth
+                    at = (place * CHUNK + part) * (2 * KEY) + row[:, None] * KEY + d[None]
+                    tl.store(to.upper + at, q_up.to(half))
+                    tl.store(to.upper + at + ROWS * KEY, k_up.to(half))
+                    grown = tl.exp(running + upper)
+                    if GRAD:
+                        tl.store(to.queries + rows, (q_up * grown).to(half))
+                        tl.store(to.keys + rows, (k_up * grown).to(half))
+                    else:
+                        for since_begin in range(0, 1 + second):
+                            at = tl.where(since_begin < second, inner, place) * CHUNK + part
+                            at = (at + row)[:, None] * KEY + d[None]
+                            tl.store(to.queries + at, (q_up * grown).to(half))
+                            tl.store(to.keys + at, (k_up * -grown).to(half))
+                            grown = grown * tl.exp(fore)
+                    # of the parts before, on to this one's anchor
+                    base = place * LOWER + part // ROWS * (part + ROWS) // 2
+                    for earlier in range(0, part - ROWS, ROWS):
+                        known = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1))
+                        known = known * tl.exp(older + upper)
+                        rest = insert_slice(rest, known, (earlier, 0), (ROWS, KEY), (1, 1))
+                        at = (base + earlier + row)[:, None] * KEY + d[None]
+                        tl.store(to.lower + at, known.to(half))
+                    for earlier in range(tl.maximum(part - ROWS, 0), part, ROWS):  # once, or not
+                        known = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1))
+                        known = known * tl.exp(newer + upper)
+                        rest = insert_slice(rest, known, (earlier, 0), (ROWS, KEY), (1, 1))
+                        at = (base + earlier + row)[:, None] * KEY + d[None]
+                        tl.store(to.lower + at, known.to(half))
+                    known = k_tile * tl.exp(under - since)
+                    at = (base + part + row)[:, None] * KEY + d[None]
                     tl.store(to.lower + at, known.to(half))
-                for earlier in range(tl.maximum(part - ROWS, 0), part, ROWS):  # once, or not
-                    known = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1))
-                    known = known * tl.exp(newer + upper)
-                    rest = insert_slice(rest, known, (earlier, 0), (ROWS, KEY), (1, 1))
-                    at = (base + earlier + row)[:, None] * KEY + d[None]
-                    tl.store(to.lower + at, known.to(half))
-                known = k_tile * tl.exp(under - since)
-                at = (base + part + row)[:, None] * KEY + d[None]
-                tl.store(to.lower + at, known.to(half))
-                older = gained - upper
-                newer = gained - under
-                for here in range(part, CHUNK - ROWS, CHUNK):  # once, or not
-                    rest = insert_slice(rest, known, (here, 0), (ROWS, KEY), (1, 1))
-                for last in range(CHUNK - ROWS, part + 1):  # once, or not
-                    at = (place * CHUNK + last + row)[:, None] * KEY + d[None]
-                    tl.store(to.left + at, (known * tl.exp(newer)).to(half))
-                running += gained
-            for earlier in range(0, CHUNK - ROWS, ROWS):
-                known = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1)) * tl.exp(older)
-                at = (place * CHUNK + earlier + row)[:, None] * KEY + d[None]
-                tl.store(to.left + at, known.to(to.left.dtype.element_ty))
-            tl.store(to.fades + place * KEY + d[None], tl.exp(running))
-        turn = ((turn - count * value_heads) % turns + turns) % turns
+                    older = gained - upper
+                    newer = gained - under
+                    for here in range(part, CHUNK - ROWS, CHUNK):  # once, or not
+                        rest = insert_slice(rest, known, (here, 0), (ROWS, KEY), (1, 1))
+                    for last in range(CHUNK - ROWS, part + 1):  # once, or not
+                        at = (of_left * CHUNK + last + row)[:, None] * KEY + d[None]
+                        tl.store(to.left + at, (known * tl.exp(newer)).to(half))
+                    running += gained
+                for earlier in range(0, CHUNK - ROWS, ROWS):
+                    known = extract_slice(rest, (earlier, 0), (ROWS, KEY), (1, 1)) * tl.exp(older)
+                    at = (of_left * CHUNK + earlier + row)[:, None] * KEY + d[None]
+                    tl.store(to.left + at, known.to(to.left.dtype.element_ty))
+                if GRAD:
+                    tl.store(to.fades + place * KEY + d[None], tl.exp(running))
+                else:
+                    for part in range(0, second * CHUNK, ROWS // 2):
+                        at = (part + tl.arange(0, ROWS // 2))[:, None] * KEY + d[None]
+                        known = tl.load(to.left + inner * (CHUNK * KEY) + at).to(tl.float32)
+                        known = (known * tl.exp(running)).to(half)
+                        tl.store(to.left + (place - 1) * (CHUNK * KEY) + at, known)
+                    fore += running
+                    tl.store(to.fades + (place - second) * KEY + d[None], tl.exp(fore))
+        turn = ((turn - pairs * value_heads) % turns + turns) % turns
         end = start + size
         before += chunks
+
+
+@triton.jit
+def _square(place, chunk, j, i, GRAD: tl.constexpr):
+    """Rows j and columns i of a chunk's square; without a gradient, within its pair's."""
+    if GRAD:
+        at = place * (CHUNK * CHUNK) + j[:, None] * CHUNK + i[None]
+    else:
+        at = (place * CHUNK + j[:, None]) * (2 * CHUNK) + chunk % 2 * CHUNK + i[None]
+    return at
 
 
 @tuples.jit(["value_heads"])
@@ -335,8 +397,9 @@ def products(
     value_heads,
     KEY: tl.constexpr,
     VARLEN: tl.constexpr,
+    GRAD: tl.constexpr,
 ):
-    """A and P [chunks, HV, 64, 64]; of tokens that a token does not see, anything."""
+    """A [HV, chunks, 64, 64] and P; of tokens that a token does not see, anything."""
     PARTS: tl.constexpr = CHUNK // ROWS
     row = tl.arange(0, ROWS)
     d = tl.arange(0, KEY)
@@ -349,7 +412,9 @@ def products(
         chunks = (size + CHUNK - 1) // CHUNK
         low, count = _here(before, chunks, of.since, of.most)
         for work in range(turn, count * value_heads, turns):
-            place = ((before + low - of.since) * value_heads + work).to(tl.int64)
+            chunk = work // value_heads
+            place = before + low - of.since + chunk
+            place = _place(place, work % value_heads, of.most, value_heads, GRAD)
             for part in tl.static_range(0, PARTS):
                 j = tl.arange(0, part * ROWS + ROWS)
                 of_lower = place * LOWER + part * (part + 1) // 2 * ROWS
@@ -362,7 +427,8 @@ def products(
                 k_tile = tl.load(upper + of_upper + ROWS * KEY)
                 tile = place * (CHUNK * CHUNK) + j[:, None] * CHUNK + part * ROWS + row[None]
                 on_q = tl.dot(k_earlier, tl.trans(q_tile))
-                tl.store(seen + tile, on_q.to(seen.dtype.element_ty))
+                of_seen = _square(place, chunk, j, part * ROWS + row, GRAD)
+                tl.store(seen + of_seen, on_q.to(seen.dtype.element_ty))
                 tl.store(alike + tile, tl.dot(k_earlier, tl.trans(k_tile)))
         turn = ((turn - count * value_heads) % turns + turns) % turns
         end = start + size
@@ -396,8 +462,9 @@ def triangles(
     BETA: tl.constexpr,
     multibuffer: tl.constexpr,
 ):
-    """T [chunks, HV, 64, 64]; P with what `factors` left, 0 of tokens that a token does not see;
-    beta [HV, tokens].  For a gradient (I + beta A)^-1, what its rounding leaves, and A like P."""
+    """T; P with what `factors` left, 0 of tokens that a token does not see; beta [HV, tokens].
+    Both in squares of pairs [HV, chunks, 64, 128], with zeros where a first would see its second.
+    For a gradient (I + beta A)^-1, what its rounding leaves, and A like P [chunks, HV, 64, 64]."""
     PARTS: tl.constexpr = CHUNK // ROWS
     i = tl.arange(0, CHUNK)
     f = i.to(tl.float32)  # which the vector unit compares as they are
@@ -416,10 +483,12 @@ def triangles(
             of_beta = beta + head.to(tl.int64) * beta_head + start + first + i
             there = i < size - first
             rate = rate_of(tl.load(of_beta, mask=there, other=0.0), there, BETA)
-            place = ((before + low - since) * value_heads + work).to(tl.int64)
+            chunk = work // value_heads
+            place = _place(before + low - since + chunk, head, most, value_heads, GRAD)
             tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
+            square = _square(place, chunk, i, i, GRAD)
             upper = tl.load(alike + tile)
-            p = tl.load(seen + tile).to(tl.float32)
+            p = tl.load(seen + square).to(tl.float32)
             for part in tl.static_range(0, CHUNK, ROWS):
                 many = tl.where(tl.load(strong + place * PARTS + part // ROWS) > 0, ROWS, 0)
                 at = (place * CHUNK + part + row)[:, None] * ROWS + row[None]
@@ -432,11 +501,16 @@ def triangles(
                 p = insert_slice(p, block, (part, part), (ROWS, ROWS), (1, 1))
             p = tl.where(f[:, None] <= f[None], p, 0.0)
             upper = tl.where(f[:, None] < f[None], upper, 0.0)
-            tl.store(seen + tile, p.to(seen.dtype.element_ty))
+            tl.store(seen + square, p.to(seen.dtype.element_ty))
             if GRAD:
                 tl.store(alike + tile, upper)
             upper = upper * rate[None]
             x = tl.where(i[:, None] == i[None], 1.0, 0.0)
+            if not GRAD:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
+                if chunk % 2 == 1:  # tokens of a pair's first see none of its second
+                    nothing = (x * 0.0).to(seen.dtype.element_ty)
+                    tl.store(seen + square - CHUNK, nothing)
+                    tl.store(solved + square - CHUNK, nothing)
             # column r is done: take it out of the columns behind; rows join with their own columns;
             # a column of a tile is taken out of what made the tile, unless it was put there
             zero = tl.minimum(work, 0)
@@ -455,8 +529,60 @@ def triangles(
                 tl.store(solved + tile, whole)
                 tl.store(finer + tile, (x - whole.to(tl.float32)).to(finer.dtype.element_ty))
             else:
-                tl.store(solved + tile, (x * rate[:, None]).to(solved.dtype.element_ty))
+                tl.store(solved + square, (x * rate[:, None]).to(solved.dtype.element_ty))
         turn = ((turn - count * value_heads) % turns + turns) % turns
+        end = start + size
+        before += chunks
+
+
+@tuples.jit(["value_heads"])
+def crosses(
+    keys,
+    queries,
+    left,
+    bounds,
+    between,
+    solved,
+    seen,
+    of: Round,
+    value_heads,
+    KEY: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """P_BA and T_BA of every pair."""
+    i = tl.arange(0, CHUNK)
+    d = tl.arange(0, KEY)
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
+    end = 0
+    before = 0
+    for n in range(0, of.sequences):
+        start, size = _sequence(bounds, n, end, of.length, of.tokens, VARLEN)
+        chunks = (size + CHUNK - 1) // CHUNK
+        low, count = _here(before, chunks, of.since, of.most)
+        works = count // 2 * value_heads
+        for work in range(turn, works, turns):
+            head = work % value_heads
+            pair = before + low - of.since + work // value_heads * 2
+            inner = _inner(pair, head, of.most, value_heads)
+            rows = (inner * CHUNK + i[:, None]) * KEY + d[None]
+            k_tile = tl.load(keys + rows)
+            q_tile = tl.load(queries + rows)
+            k_first = tl.load(left + rows)
+            place = _place(pair, head, of.most, value_heads, False)
+            first = _square(place, 0, i, i, False)
+            x = tl.dot(k_first, tl.trans(q_tile))
+            tl.store(seen + first + CHUNK, x.to(seen.dtype.element_ty))
+            x = tl.dot(k_first, tl.trans(k_tile))
+            of_x = between + place * (2 * CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
+            tl.store(of_x, x.to(between.dtype.element_ty))
+            x = tl.dot(tl.load(solved + first), tl.load(of_x))
+            of_x += CHUNK * CHUNK
+            tl.store(of_x, x.to(between.dtype.element_ty))
+            t_tile = tl.load(solved + first + (2 * CHUNK + 1) * CHUNK)
+            x = tl.dot(tl.load(of_x), t_tile)
+            tl.store(solved + first + CHUNK, x.to(solved.dtype.element_ty))
+        turn = ((turn - works) % turns + turns) % turns
         end = start + size
         before += chunks
 
@@ -468,19 +594,17 @@ def triangles(
     ]
 )  # fmt: skip
 def walk(
-    both,
-    ones,
+    keys,
     left,
     fades,
     v,
     bounds,
     solved,
-    seen,
     initial,
+    states,
     back,
     new,
     final,
-    out,
     sequences,
     length,
     tokens,
@@ -496,11 +620,12 @@ def walk(
     VARLEN: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ):
-    """Outputs and final states.  The sequence that the round begins within has its state at `came`
-    in `initial`, that which it ends within leaves it at `goes` in `final`: [V, K] of a head."""
+    """N [HV, chunks, 64, V], S before each pair at its first [HV, chunks, V, K], and final states.
+    The sequence that the round begins within has its state at `came` in `initial`, that which it
+    ends within leaves it at `goes` in `final`: [V, K] of a head."""
     TILES: tl.constexpr = VALUE // VALUE_TILE
-    i = tl.arange(0, CHUNK)
-    j = tl.arange(0, 2 * CHUNK)
+    PAIR: tl.constexpr = 2 * CHUNK
+    i = tl.arange(0, PAIR)
     d = tl.arange(0, KEY)
     c = tl.arange(0, VALUE_TILE)
     turn = tl.program_id(0)
@@ -522,34 +647,33 @@ def walk(
             of_state = column[:, None] * KEY + d[None]
             whole = (of_first * value_heads + head).to(tl.int64) * (VALUE * KEY)
             state = tl.load(initial + whole + of_state)
-            for chunk in range(low, low + count):
+            for chunk in range(low, low + count, 2):
                 first = chunk * CHUNK
-                there = (i < size - first)[:, None]
+                # a round of a sequence may end in a chunk without a second
+                made = i < tl.minimum(low + count - chunk, 2) * CHUNK
+                there = (i < tl.minimum(size, (low + count) * CHUNK) - first)[:, None]
                 token = (start + first + i).to(tl.int64)[:, None]
-                place = ((before + chunk - since) * value_heads + head).to(tl.int64)
-                rows = place * (CHUNK * KEY) + i[:, None] * KEY + d[None]
-                tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
+                place = _place(before + chunk - since, head, most, value_heads, False)
+                row = place * CHUNK + i[:, None]
+                of_square = solved + row * PAIR + i[None]
                 v_tile = tl.load(of_v + token * v_token + column[None], mask=there, other=0.0)
-                half = tl.trans(state.to(v_tile.dtype))
-                t_tile = tl.trans(tl.load(solved + tile))
-                p_tile = tl.trans(tl.load(seen + tile))
+                half = state.to(v_tile.dtype)
+                tl.store(states + place * (VALUE * KEY) + of_state, half)
+                t_tile = tl.load(of_square, mask=made[:, None] & made[None], other=0.0)
+                t_tile = tl.trans(t_tile)
+                made = made[:, None]
+                k_tile = tl.load(keys + row * KEY + d[None], mask=made, other=0.0)
+                e_tile = tl.load(left + row * KEY + d[None], mask=made, other=0.0)
                 # stored and loaded by the cube: the vector units take no part in it
-                of_new = (place * CHUNK + i[:, None]) * VALUE + column[None]
-                of_both = place * (2 * CHUNK * KEY) + j[:, None] * KEY + d[None]
-                of_back = (place * (2 * CHUNK) + j[:, None]) * VALUE + column[None]
-                x = tl.dot(tl.load(both + of_both), half)
-                tl.store(back + of_back, x.to(back.dtype.element_ty))
-                of_back = (place * (2 * CHUNK) + i[:, None]) * VALUE + column[None]
-                x = tl.dot(t_tile, tl.load(back + of_back), tl.dot(t_tile, v_tile))
-                tl.store(new + of_new, x.to(new.dtype.element_ty))
-                n_tile = tl.load(new + of_new)
-                q_tile = tl.load(back + of_back + CHUNK * VALUE)
-                o_tile = tl.load(ones + i[:, None] * CHUNK + i[None])
-                o = tl.dot(o_tile, q_tile, tl.dot(p_tile, n_tile))
-                to = (token * value_heads + head) * VALUE + column[None]
-                tl.store(out + to, o.to(out.dtype.element_ty), mask=there)
+                at = row * VALUE + column[None]
+                x = tl.dot(k_tile, tl.trans(half))
+                tl.store(back + at, x.to(back.dtype.element_ty), mask=made)
+                x_tile = tl.load(back + at, mask=made, other=0.0)
+                x = tl.dot(t_tile, x_tile, tl.dot(t_tile, v_tile))
+                tl.store(new + at, x.to(new.dtype.element_ty), mask=made)
+                n_tile = tl.load(new + at, mask=made, other=0.0)
                 fade = tl.load(fades + place * KEY + d)
-                state = state * fade[None] + tl.dot(tl.trans(n_tile), tl.load(left + rows))
+                state = state * fade[None] + tl.dot(tl.trans(n_tile), e_tile)
             whole = (of_last * value_heads + head).to(tl.int64) * (VALUE * KEY)
             tl.store(final + whole + of_state, state)
         turn = ((turn - works) % turns + turns) % turns
@@ -557,11 +681,64 @@ def walk(
         before += chunks
 
 
-def _tile(value_size: int) -> tune.Config:
+@tuples.jit(["value_heads"])
+def outputs(
+    queries,
+    bounds,
+    seen,
+    states,
+    new,
+    out,
+    of: Round,
+    value_heads,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+):
+    TILES: tl.constexpr = VALUE // VALUE_TILE
+    PAIR: tl.constexpr = 2 * CHUNK
+    i = tl.arange(0, PAIR)
+    d = tl.arange(0, KEY)
+    c = tl.arange(0, VALUE_TILE)
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
+    end = 0
+    before = 0
+    for n in range(0, of.sequences):
+        start, size = _sequence(bounds, n, end, of.length, of.tokens, VARLEN)
+        chunks = (size + CHUNK - 1) // CHUNK
+        low, count = _here(before, chunks, of.since, of.most)
+        works = (count + 1) // 2 * value_heads * TILES
+        for work in range(turn, works, turns):
+            column = work % TILES * VALUE_TILE + c
+            head = work // TILES % value_heads
+            chunk = low + work // TILES // value_heads * 2
+            first = chunk * CHUNK
+            made = i < tl.minimum(low + count - chunk, 2) * CHUNK
+            there = (i < tl.minimum(size, (low + count) * CHUNK) - first)[:, None]
+            token = (start + first + i).to(tl.int64)[:, None]
+            place = _place(before + chunk - of.since, head, of.most, value_heads, False)
+            row = place * CHUNK + i[:, None]
+            of_square = seen + row * PAIR + i[None]
+            p_tile = tl.load(of_square, mask=made[:, None] & made[None], other=0.0)
+            made = made[:, None]
+            q_tile = tl.load(queries + row * KEY + d[None], mask=made, other=0.0)
+            n_tile = tl.load(new + row * VALUE + column[None], mask=made, other=0.0)
+            s_tile = tl.load(states + place * (VALUE * KEY) + column[:, None] * KEY + d[None])
+            o = tl.dot(tl.trans(p_tile), n_tile, tl.dot(q_tile, tl.trans(s_tile)))
+            to = (token * value_heads + head) * VALUE + column[None]
+            tl.store(out + to, o.to(out.dtype.element_ty), mask=there)
+        turn = ((turn - works) % turns + turns) % turns
+        end = start + size
+        before += chunks
+
+
+def _tile(name: str, value_size: int) -> dict[str, Any]:
     """The widest that divides the value channels."""
-    kernel = "chunk_kda.walk"
+    kernel = f"chunk_kda.{name}"
     dividing = [c for c in tune.TABLE[kernel] if value_size % c.tiles["VALUE_TILE"] == 0]
-    return tune.choose(kernel, dividing)
+    return tune.choose(kernel, dividing).keywords
 
 
 def unsupported(q: Tensor, v: Tensor, **_: Any) -> str | None:
@@ -635,12 +812,13 @@ def laid_out(
         return memory.empty((most, value_heads, *shape), dtype, q.device)
 
     alike = space(*square, dtype=torch.float32)
-    seen, solved = (space(*square) for _ in range(2))
-    left = space(CHUNK.value, key_size)
-    if grad:
-        queries, keys = (space(CHUNK.value, key_size) for _ in range(2))
-    else:  # side by side
-        keys, queries = space(2 * CHUNK.value, key_size).split(CHUNK.value, 2)
+    side = CHUNK.value
+    seen, solved = (space(side, side if grad else 2 * side) for _ in range(2))
+    # behind those of chunks what pairs have for their crosses
+    places = value_heads * (most if grad else most + most // 2)
+    queries, keys, left = (
+        memory.empty((places, side, key_size), q.dtype, q.device) for _ in range(3)
+    )
     fades = space(key_size, dtype=torch.float32)
     strong = space(CHUNK.value // ROWS.value, dtype=torch.int32)
     near_alike, near_seen = (space(CHUNK.value, ROWS.value, dtype=torch.float32) for _ in range(2))
@@ -744,6 +922,7 @@ def fill(
         *here,
         value_heads,
         **constants,
+        GRAD=grad,
         **tune.only("chunk_kda.products").keywords,
     )
     triangles[(cores.vector(),)](
@@ -799,19 +978,19 @@ def forward(
     # all tokens in one row
     q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
     count = chunks_of(batch, length, cu_seqlens)
-    # three tiles by channel and two of pairs in halves, A in float32; factors of pairs, which make
-    # room for what the walk is left with: N, and what it takes from v
+    # three tiles by channel, and half as many for the crosses; P and T of pairs, A in float32;
+    # factors of pairs of tokens, which make room for N, what it is made of, and states
     side, widest = CHUNK.value, max(key_size, value_size)
-    each = side * (6 * key_size + 9 * widest + 8 * side + 8 * ROWS.value) + 4 * key_size + 16
+    each = side * (9 * key_size + 9 * widest + 12 * side + 8 * ROWS.value) + 4 * key_size + 16
     most = at_once(count, value_heads * each)
     upper, lower = (
         memory.empty((most * value_heads * rows * widest,), q.dtype, q.device)
         for rows in (2 * side, LOWER.value)
     )
+    back, new = upper.chunk(2)
+    states = lower
     rate = kind_of_rate(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     x = laid_out(most, q, beta, rate, cu_seqlens, upper, lower, grad=False)
-    ones = memory.empty((side, side), q.dtype, q.device).zero_()
-    ones.diagonal().fill_(1)
     # the last two are of sequences that rounds end within
     whole = (sequences + 2, value_heads, value_size, key_size)
     state = memory.empty(whole, torch.float32, v.device)
@@ -839,33 +1018,54 @@ def forward(
             lower_bound,
             grad=False,
         )
+        here = (sequences, length, batch * length, since, most)
+        sizes = dict(KEY=key_size, VARLEN=varlen)
+        crosses[(cores.cube(),)](
+            x.keys,
+            x.queries,
+            x.left,
+            x.bounds,
+            x.alike.view(q.dtype),
+            x.solved,
+            x.seen,
+            *here,
+            value_heads,
+            **sizes,
+            **tune.only("chunk_kda.crosses").keywords,
+        )
         walk[(cores.cube(),)](
             x.keys,
-            ones,
             x.left,
             x.fades,
             v,
             x.bounds,
             x.solved,
-            x.seen,
             state,
-            upper,
-            lower,
+            states,
+            back,
+            new,
             state,
-            out,
-            sequences,
-            length,
-            batch * length,
-            since,
-            most,
+            *here,
             came,
             goes,
             value_heads,
             *v.stride()[:2],
-            KEY=key_size,
+            **sizes,
             VALUE=value_size,
-            VARLEN=varlen,
-            **_tile(value_size).keywords,
+            **_tile("walk", value_size),
+        )
+        outputs[(cores.cube(),)](
+            x.queries,
+            x.bounds,
+            x.seen,
+            states,
+            new,
+            out,
+            *here,
+            value_heads,
+            **sizes,
+            VALUE=value_size,
+            **_tile("outputs", value_size),
         )
         came, goes = goes, came
     final.copy_(by_column(state[:sequences]))

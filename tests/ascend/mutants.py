@@ -123,7 +123,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_gated_delta_rule_grad.walk_grads": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_states": _LENGTH,
     "chunk_kda.forward": (
-        ("since, most, goes, came, ", "which of the two rows a round begins with is all the same"),
+        ("state, *here, goes, came, ", "which of the two rows a round begins with is all the same"),
     ),
     "chunk_kda.laid_out": (
         ("-> space(key_size, CHUNK.value", _NUMBERS),

@@ -236,8 +236,8 @@ CONTROLS = (
     Control(
         "what the state foretells is added to the values",
         KERNEL,
-        "grown = -grown",
-        "grown = grown",
+        "(k_up * -grown)",
+        "(k_up * grown)",
         "two chunks and a part",
     ),
     Control(
@@ -279,7 +279,7 @@ CONTROLS = (
         "the state in halves between chunks",
         KERNEL,
         "state = state * fade[None] + tl.dot(",
-        "state = tl.trans(half).to(tl.float32) * fade[None] + tl.dot(",
+        "state = half.to(tl.float32) * fade[None] + tl.dot(",
         "19 chunks, little decay",
     ),
     Control(
@@ -323,6 +323,56 @@ CONTROLS = (
         "known * tl.exp(newer + upper)",
         "known * tl.exp(older + upper)",
         "strong gates",
+    ),
+    Control(
+        "queries of a pair's second chunk see its first as its keys do",
+        KERNEL,
+        "tl.dot(k_first, tl.trans(q_tile))",
+        "tl.dot(k_first, tl.trans(k_tile))",
+        "two chunks and a part",
+    ),
+    Control(
+        "T of a pair's first chunk in place of its second's",
+        KERNEL,
+        "tl.load(solved + first + (2 * CHUNK + 1) * CHUNK)",
+        "tl.load(solved + first)",
+        "two chunks and a part",
+    ),
+    Control(
+        "keys and queries of a pair's second chunk do not decay through its first",
+        KERNEL,
+        "grown = grown * tl.exp(fore)",
+        "grown = grown * 1.0",
+        "two chunks and a part",
+    ),
+    Control(
+        "keys of a pair's first chunk do not decay through its second",
+        KERNEL,
+        "known = (known * tl.exp(running)).to(half)",
+        "known = (known * 1.0).to(half)",
+        "two chunks and a part",
+    ),
+    Control(
+        "a pair fades as its second chunk does",
+        KERNEL,
+        "fore += running",
+        "fore = running",
+        "two chunks and a part",
+    ),
+    Control(
+        "a pair's first chunk sees what lies where it does not see",
+        KERNEL,
+        "tl.store(seen + square - CHUNK, nothing)",
+        "pass",
+        "two chunks and a part",
+    ),
+    Control(
+        "a second chunk behind a sequence's end",
+        KERNEL,
+        "v_tile = tl.load(of_v + token * v_token + column[None], mask=there, other=0.0)",
+        "v_tile = tl.load(of_v + token * v_token + column[None], mask=there, other=0.0)\n"
+        "                made = i < PAIR",
+        "two chunks and a part",
     ),
     Control(
         "a sequence begins anew in every round",
