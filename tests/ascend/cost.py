@@ -131,7 +131,7 @@ _Copy = tuple[str, bool, int, _Home]
 class Cost:
     """Of one half of one program: copies by (direction, workspace or not, bytes, whose memory),
     multiply-adds, vector bytes by element width and the cycles they take, loads by the scalar unit,
-    waits for the other half, turns of loops that wait for it, and those that stop all units."""
+    waits for the other half, tiles that are waited for, and stops of all units."""
 
     share: int = 1  # the vector units of a mixed kernel draw two at a time
     of_cube: bool = False
@@ -302,6 +302,7 @@ by_vectors: int | None = None  # what a number that the vectors made is taken fo
 class _Walker:
     def __init__(self, hivm: str, cost: Cost, block: int) -> None:
         self.cost, self.block, self.steps = cost, block, 0
+        self.tiles = 0  # of loops side by side, which wait for the same ones
         self.maps: dict[str, tuple[list[str], list[Any]]] = {}
         for name, dims, symbols, results in re.findall(
             r"^(#map\d*) = affine_map<\(([^)]*)\)(?:\[([^\]]*)\])? -> \((.*)\)>$", hivm, re.M
@@ -313,6 +314,13 @@ class _Walker:
 
     def run(self, statements: list[_Line], env: dict[str, Any]) -> list[Any]:
         """The values that the region yields."""
+        outside, self.tiles = self.tiles, 0
+        values = self.through(statements, env)
+        self.cost.rounds += self.tiles
+        self.tiles = outside
+        return values
+
+    def through(self, statements: list[_Line], env: dict[str, Any]) -> list[Any]:
         for s in statements:
             self.steps += 1
             if self.steps > _STEPS:
@@ -375,10 +383,11 @@ class _Walker:
             env[header[1]] = at
             env.update(zip((name for name, _ in carried), state, strict=True))
             state = self.run(s.body, env) or state
-            self.cost.rounds += waits
             self.cost.stops += stops
 
-        self.repeat(range(low, high, max(step, 1)), once)
+        turns = range(low, high, max(step, 1))
+        self.repeat(turns, once)
+        self.tiles = max(self.tiles, waits * len(turns))
         return state
 
     def repeat(self, turns: range, once: Callable[[int], None]) -> None:

@@ -83,7 +83,7 @@ def slots(hivm: str) -> int:
         if workspace is None:
             continue
         views = re.findall(rf"(%\S+) = memref\.view {workspace[1]}\[", function)
-        found = max(found, bool(views))
+        found = max(found, int(bool(views)))
         several = [
             int(sliced[1])
             for view in views

@@ -457,12 +457,16 @@ def test_what_slots_hide_of_a_hand_off(monkeypatch):
     assert us(0, cycles=busy) == pytest.approx(1004, rel=1e-3)
 
 
-def test_turns_that_wait_and_turns_that_stop_are_counted():
-    """Once a turn, however often it waits; the barrier that ends a launch is its head's."""
+def test_tiles_that_are_waited_for_and_stops_are_counted():
+    """A tile once, however many waits and loops side by side it goes through; the barrier that ends
+    a launch is its head's."""
     body = """scf.for %arg3 = %c0 to %c6 step %c1 {
       scf.for %arg4 = %c0 to %c2 step %c1 {
         hivm.hir.sync_block_wait[<CUBE>, <PIPE_S>, <PIPE_S>] flag = 1
         hivm.hir.sync_block_wait[<CUBE>, <PIPE_S>, <PIPE_S>] flag = 2
+      }
+      scf.for %arg4 = %c0 to %c2 step %c1 {
+        hivm.hir.sync_block_wait[<CUBE>, <PIPE_S>, <PIPE_S>] flag = 3
       }
       hivm.hir.pipe_barrier[<PIPE_ALL>]
       hivm.hir.pipe_barrier[<PIPE_MTE2>]
@@ -472,7 +476,7 @@ def test_turns_that_wait_and_turns_that_stop_are_counted():
     constants = "".join(f"    %c{n} = arith.constant {n} : index\n" for n in (0, 1, 2, 6))
     text = f"\n  func.func @x_mix_aic(%arg0: i64, %arg1: memref<?xi8>) {{\n{constants}    {body}\n"
     (found,) = cost.of(text, [], (1,))
-    assert (found.waits, found.rounds, found.stops) == (25, 12, 6)
+    assert (found.waits, found.rounds, found.stops) == (37, 12, 6)
 
 
 def test_the_model_beside_what_others_published():
