@@ -77,6 +77,8 @@ _SCALAR = {
     "narrow_rows.query_heads": "one scale a token, beside tiles of heads",
     "narrow_rows.index_heads": "one scale a token, beside tiles of heads",
     "sparse_flash_attention.collect": "two indices a copy of two rows",
+    "sparse_flash_attention.attend": "the length of a token's selection, beside a tile of keys",
+    "sparse_flash_attention.merge": "one maximum and one sum a head, whose parts move in bulk",
     "blocks_in_place.note": "what a token sees, a few numbers each",
     "blocks_in_place.weigh": "the place of a run of keys, which is one copy",
     "blocks_in_place.accumulate": "the place of a run of keys, which is one copy",

@@ -210,6 +210,34 @@ CASES = (
     *(Case(OP, f"paged, {n} heads", paged([300, 1, 131], 2, n, 96)) for n in (8, 16, 32, 64, 128)),
     Case(OP, "paged, 8 heads, 9 tokens", paged([300, 1, 131], 3, 8, 96)),
     Case(OP, "one token, 40 heads, k 1000", paged([3000], 1, 40, 1000)),
+    Case(OP, "one token, 8 heads, k 2200", paged([2500], 1, 8, 2200, sizes=(128, 32))),
+    *(
+        Case(OP, f"one token, {n} heads, k 512", paged([600], 1, n, 512), cores=(24,))
+        for n in (32, 128)
+    ),
+    Case(
+        OP,
+        "few tokens, 12 heads, sinks, no rotary part",
+        paged(
+            [700, 130, 0],
+            2,
+            12,
+            500,
+            sizes=(128, 32),
+            rope=False,
+            sinks=lambda x: x.normal(12, dtype=torch.float32),
+        ),
+    ),
+    Case(
+        OP,
+        "one token, scores that underflow",
+        with_(paged([600], 1, 16, 500, sizes=(128, 32), scale_value=2.0), query=opposed),
+    ),
+    Case(
+        OP,
+        "one token, scores far apart",
+        paged([600], 1, 16, 500, sizes=(128, 32), scale_value=9.0),
+    ),
     Case(OP, "paged, k 2048, s1 4, 65 keys and 4097", paged([4097, 65], 4, 16, 2048), cores=(24,)),
     Case(OP, "paged, 144 heads", paged([70], 1, 144, 32, sizes=(128, 32))),
     Case(
