@@ -410,6 +410,23 @@ def logits(z, slots, scale):
     return z * scale + tl.where(slot >= 0, 0.0, float("-inf"))[:, None]
 
 
+@triton.jit
+def finite_peak(z):
+    """A tile without a single key must not make NaN."""
+    return tl.maximum(tl.max(z, 0), -1e30)
+
+
+@triton.jit
+def of_heads(query, h, heads, stride, SIZE: tl.constexpr, WHOLE: tl.constexpr):
+    """Those heads of a token; zeros behind the last, of which WHOLE tiles have none."""
+    at = query + h[:, None] * stride + tl.arange(0, SIZE)[None]
+    if WHOLE:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=h[:, None] < heads, other=0.0)
+    return x
+
+
 @entry.jit(
     do_not_specialize=[
         "first", "rows", "wide", "heads", "padded", "splits", "query_row", "query_head",
@@ -455,19 +472,10 @@ def weigh(
         h = work // splits % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
         row = work // splits // tiles
         token = (first + row).to(tl.int64)
-        there = h[:, None] < heads
-        from_query = query + token * query_row + h[:, None] * query_head + d[None]
-        if WHOLE:
-            q = tl.load(from_query)
-        else:
-            q = tl.load(from_query, mask=there, other=0.0)
+        q = of_heads(query + token * query_row, h, heads, query_head, LATENT, WHOLE)
         if ROTARY > 0:
             e = tl.arange(0, ROTARY)
-            from_rope = query_rope + token * rope_row + h[:, None] * rope_head + e[None]
-            if WHOLE:
-                qr = tl.load(from_rope)
-            else:
-                qr = tl.load(from_rope, mask=there, other=0.0)
+            qr = of_heads(query_rope + token * rope_row, h, heads, rope_head, ROTARY, WHOLE)
         count = tl.load(last + row) // KEY_TILE
         each = (count + splits - 1) // splits
         for tile in range(part * each, tl.minimum(part * each + each, count)):
@@ -479,8 +487,7 @@ def weigh(
                 z = tl.dot(kr, tl.trans(qr), z)
             tl.store(scores + key[:, None] * padded + h[None], z)
             z = logits(z, slots + key, scale)
-            # finite: a tile without a single key must not make NaN
-            peak = tl.maximum(tl.max(z, 0), -1e30)
+            peak = finite_peak(z)
             to = (row * (wide // KEY_TILE) + tile).to(tl.int64) * padded + h
             tl.store(peaks + to, peak)
             tl.store(sums + to, tl.sum(tl.exp(z - peak[None]), 0))
@@ -610,27 +617,17 @@ def attend(
         row = work // tiles // parts
         if part * KEY_TILE < tl.load(last + row):
             token = row.to(tl.int64)
-            there = h[:, None] < heads
-            from_query = query + token * query_row + h[:, None] * query_head + d[None]
-            if WHOLE:
-                q = tl.load(from_query)
-            else:
-                q = tl.load(from_query, mask=there, other=0.0)
+            q = of_heads(query + token * query_row, h, heads, query_head, LATENT, WHOLE)
             key = token * wide + part * KEY_TILE + j
             k = tl.load(dense + key[:, None] * LATENT + d[None])
             z = tl.dot(k, tl.trans(q))  # [KEY_TILE, HEAD_TILE]
             if ROTARY > 0:
                 e = tl.arange(0, ROTARY)
-                from_rope = query_rope + token * rope_row + h[:, None] * rope_head + e[None]
-                if WHOLE:
-                    qr = tl.load(from_rope)
-                else:
-                    qr = tl.load(from_rope, mask=there, other=0.0)
+                qr = of_heads(query_rope + token * rope_row, h, heads, rope_head, ROTARY, WHOLE)
                 kr = tl.load(dense_rope + key[:, None] * ROTARY + e[None])
                 z = tl.dot(kr, tl.trans(qr), z)
             z = logits(z, slots + key, scale)
-            # finite: a tile without a single key must not make NaN
-            peak = tl.maximum(tl.max(z, 0), -1e30)
+            peak = finite_peak(z)
             p = tl.exp(z - peak[None])
             to = (token * parts + part) * padded + h
             tl.store(peaks + to, peak)

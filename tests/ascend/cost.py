@@ -10,10 +10,11 @@ the whole tile.  Of a long loop some turns are walked.
 The time is an ESTIMATE, from public rates and the assumptions below.  Within the cube's half or the
 vectors' half of a program its units work at the same time, and the slowest decides; a copy takes
 its bytes, and never less than `copy`; what is read again comes out of the cache; a vector operation
-takes its turns of 256 bytes, and the start of one that waits for the last.  Where the workspace between
-the two halves has one slot they take turns, and every hand-off is waited for.  Where it has n they
-overlap, and a tile takes no less than an n-th of both halves' work and of a hand-off; a half that
-stops all of its units for a hand-off waits for it whatever the slots.  A launch has a head: its cores begin and are seen to have ended.
+takes its turns of 256 bytes, and the start of one that waits for the last.  Where the workspace
+between the two halves has one slot they take turns, and every hand-off is waited for.  Where it has
+n they overlap, and a tile takes no less than an n-th of both halves' work and of a hand-off; a half
+that stops all of its units for a hand-off waits for it whatever the slots.  A launch has a head:
+its cores begin and are seen to have ended.
 
 Heads, turns, what a core alone draws and what of its peak the cube keeps up come from times that
 others measured (forms.py has the programs, and holds the model to them).

@@ -125,6 +125,7 @@ _TURNS = {
     "chunk_kda_grad.walk_grads": _CHAIN,
     "chunk_gated_delta_rule_grad.walk_states": _CHAIN,
     "chunk_gated_delta_rule_grad.walk_grads": _CHAIN,
+    "sparse_flash_attention.attend": "a core has one tile: there is no other to have under way",
 }
 
 # build 1.0.0 shares no masked store of a mixed kernel between the vector units
@@ -173,6 +174,13 @@ _REPEAT = (
             (("TOKENS", tokens),),
         )
         for tokens in (2, 4)
+    ),
+    Known(
+        "sparse_flash_attention.attend",
+        "repeat",
+        "weights of 128 heads and 128 keys that the cube reads are shared by the newer builds",
+        ("1.0.0",),
+        (("HEAD_TILE", 128),),
     ),
     Known(
         "lightning_indexer_grad.grad_query",
