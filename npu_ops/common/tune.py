@@ -101,10 +101,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
     # the key tile is a page of 128, or the largest of these that divides a page; several tokens of
     # a request share it where their heads fill a tile
     "lightning_indexer.scores": tuple(
-        Config(
-            {"HEAD_TILE": heads, "TOKENS": tokens, "KEY_TILE": keys},
-            {"set_workspace_multibuffer": 8},
-        )
+        Config({"HEAD_TILE": heads, "TOKENS": tokens, "KEY_TILE": keys})
         for tokens, keys, all_heads in (
             (1, 128, (16, 32, 64)),
             (1, 64, (16, 32, 64)),

@@ -217,7 +217,6 @@ def scores(
     HEAD_TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     KEY_TILE: tl.constexpr,
-    set_workspace_multibuffer: tl.constexpr,
 ):
     """out [groups * TOKENS, wide]: a core takes a piece of the keys that a group of tokens sees, a
     tile of KEY_STEP at a time."""
