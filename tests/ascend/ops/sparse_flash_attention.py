@@ -210,7 +210,11 @@ CASES = (
     *(Case(OP, f"paged, {n} heads", paged([300, 1, 131], 2, n, 96)) for n in (8, 16, 32, 64, 128)),
     Case(OP, "paged, 8 heads, 9 tokens", paged([300, 1, 131], 3, 8, 96)),
     Case(OP, "one token, 40 heads, k 1000", paged([3000], 1, 40, 1000)),
-    Case(OP, "one token, 8 heads, k 2200", paged([2500], 1, 8, 2200, sizes=(128, 32))),
+    Case(
+        OP,
+        "one token, 32 heads, k 2200, scores far apart",
+        paged([2500], 1, 32, 2200, sizes=(128, 32), scale_value=1.0),
+    ),
     *(
         Case(OP, f"one token, {n} heads, k 512", paged([600], 1, n, 512), cores=(24,))
         for n in (32, 128)
@@ -225,7 +229,7 @@ CASES = (
             500,
             sizes=(128, 32),
             rope=False,
-            sinks=lambda x: x.normal(12, dtype=torch.float32),
+            sinks=lambda x: x.normal(12, dtype=torch.float32).mul_(8),
         ),
     ),
     Case(
@@ -475,7 +479,7 @@ CONTROLS = (
         OP[4:],
         "again = tl.exp(peak - new)",
         "again = 1.0",
-        "one token, 8 heads, k 2200",
+        "one token, 32 heads, k 2200, scores far apart",
     ),
     Control(
         "parts of equal weight",
