@@ -51,21 +51,27 @@ class Config:
         return {**self.tiles, **self.options}
 
 
-# attention in two passes; no square tile: build 1.2.0 dies of it
-_WEIGH = tuple(
-    Config({"HEAD_TILE": heads, "KEY_TILE": keys}, {"set_workspace_multibuffer": 2})
-    for heads, keys in ((8, 64), (16, 64), (32, 64), (64, 128), (128, 64))
-)
-# of those that load as little the first is taken
-_ACCUMULATE = tuple(
-    Config(
-        {"HEAD_TILE": heads, "KEY_TILE": 128, "PIECES": pieces, "PARTS": 8},
-        {"set_workspace_multibuffer": 2},
+def _weigh(slots: int) -> tuple[Config, ...]:
+    """Of attention in two passes; no square tile: build 1.2.0 dies of it."""
+    return tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": keys}, {"set_workspace_multibuffer": slots})
+        for heads, keys in ((8, 64), (16, 64), (32, 64), (64, 128), (128, 64))
     )
-    for pieces, most in ((2, 128), (4, 32))
-    for heads in (128, 64, 32, 16, 8)
-    if heads <= most
-)
+
+
+def _accumulate(slots: int) -> tuple[Config, ...]:
+    """Of those that load as little the first is taken."""
+    return tuple(
+        Config(
+            {"HEAD_TILE": heads, "KEY_TILE": 128, "PIECES": pieces, "PARTS": 8},
+            {"set_workspace_multibuffer": slots},
+        )
+        for pieces, most in ((2, 128), (4, 32))
+        for heads in (128, 64, 32, 16, 8)
+        if heads <= most
+    )
+
+
 TABLE: dict[str, tuple[Config, ...]] = {
     # a depth of 128 for those that 512 does not divide, and for short ones; one weight alone may
     # have tiles of 10 and 11 panels
@@ -128,9 +134,13 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "sparse_flash_attention.resolve": (Config({"PIECE": 1024}),),
     # rows that are copied back to back
     "sparse_flash_attention.gather": (Config({"ROWS": 32}),),
-    "sparse_flash_attention.collect": (Config({"ROWS": 32, "PIECE": 1024}),),
-    "sparse_flash_attention.weigh": _WEIGH,
-    "sparse_flash_attention.accumulate": _ACCUMULATE,
+    "sparse_flash_attention.collect": (Config({"ROWS": 16, "PIECE": 1024}),),
+    "sparse_flash_attention.weigh": _weigh(4),
+    "sparse_flash_attention.accumulate": _accumulate(4),
+    "sparse_flash_attention.attend": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": 128, "COLUMNS": 128}) for heads in (16, 32, 64, 128)
+    ),
+    "sparse_flash_attention.merge": (Config({"PARTS": 16}),),
     "blocks_in_place.note": (Config({"PIECE": 256}),),
     "blocks_in_place.weigh": tuple(
         Config({"HEAD_TILE": heads, "KEY_TILE": 128}, {"set_workspace_multibuffer": 2})
@@ -172,8 +182,8 @@ TABLE: dict[str, tuple[Config, ...]] = {
         )
         for heads in (32, 16)
     ),
-    "sparse_attn_sharedkv.weigh": _WEIGH,
-    "sparse_attn_sharedkv.accumulate": _ACCUMULATE,
+    "sparse_attn_sharedkv.weigh": _weigh(2),
+    "sparse_attn_sharedkv.accumulate": _accumulate(2),
     "index_cache_write.write": (Config({}),),
     "latent_cache_write.write": (Config({}),),
     "quantize_index_query.quantised": (Config({"HEAD_TILE": 32}),),

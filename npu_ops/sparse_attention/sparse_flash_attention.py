@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Latent attention over each query's own selection, in three kernels.
+"""Latent attention over each query's own selection, in three launches.
 
     z = scale ([query, query_rope] . [key, key_rope])   m = max z   l = sum exp(z - m)
     out = sum exp(z - m) key / (l + exp(sink - m))
@@ -13,6 +13,11 @@
     accumulate   cube + vector   exp(z - m) key over all keys in L0C, where half of a latent of 512
                                  holds 128 heads: nothing is rescaled, and no output goes through
                                  memory but the last
+
+Few tokens of many keys, a tile of which is all that a core has, take two others instead of both:
+
+    attend       cube + vector   sums of exp(z - m) key over a tile of keys, and its m and l
+    merge        vector cores    the tiles of a head together
 
 `resolve` and `gather` are the two halves of `collect` for the gradients, which keep the order of
 the rows.
@@ -405,6 +410,23 @@ def logits(z, slots, scale):
     return z * scale + tl.where(slot >= 0, 0.0, float("-inf"))[:, None]
 
 
+@triton.jit
+def finite_peak(z):
+    """A tile without a single key must not make NaN."""
+    return tl.maximum(tl.max(z, 0), -1e30)
+
+
+@triton.jit
+def of_heads(query, h, heads, stride, SIZE: tl.constexpr, WHOLE: tl.constexpr):
+    """Those heads of a token; zeros behind the last, of which WHOLE tiles have none."""
+    at = query + h[:, None] * stride + tl.arange(0, SIZE)[None]
+    if WHOLE:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=h[:, None] < heads, other=0.0)
+    return x
+
+
 @entry.jit(
     do_not_specialize=[
         "first", "rows", "wide", "heads", "padded", "splits", "query_row", "query_head",
@@ -450,19 +472,10 @@ def weigh(
         h = work // splits % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
         row = work // splits // tiles
         token = (first + row).to(tl.int64)
-        there = h[:, None] < heads
-        from_query = query + token * query_row + h[:, None] * query_head + d[None]
-        if WHOLE:
-            q = tl.load(from_query)
-        else:
-            q = tl.load(from_query, mask=there, other=0.0)
+        q = of_heads(query + token * query_row, h, heads, query_head, LATENT, WHOLE)
         if ROTARY > 0:
             e = tl.arange(0, ROTARY)
-            from_rope = query_rope + token * rope_row + h[:, None] * rope_head + e[None]
-            if WHOLE:
-                qr = tl.load(from_rope)
-            else:
-                qr = tl.load(from_rope, mask=there, other=0.0)
+            qr = of_heads(query_rope + token * rope_row, h, heads, rope_head, ROTARY, WHOLE)
         count = tl.load(last + row) // KEY_TILE
         each = (count + splits - 1) // splits
         for tile in range(part * each, tl.minimum(part * each + each, count)):
@@ -474,8 +487,7 @@ def weigh(
                 z = tl.dot(kr, tl.trans(qr), z)
             tl.store(scores + key[:, None] * padded + h[None], z)
             z = logits(z, slots + key, scale)
-            # finite: a tile without a single key must not make NaN
-            peak = tl.maximum(tl.max(z, 0), -1e30)
+            peak = finite_peak(z)
             to = (row * (wide // KEY_TILE) + tile).to(tl.int64) * padded + h
             tl.store(peaks + to, peak)
             tl.store(sums + to, tl.sum(tl.exp(z - peak[None]), 0))
@@ -559,6 +571,199 @@ def accumulate(
             tl.store(out + to[:, None] * LATENT + d[None], x, mask=there[:, None])
             tl.store(out_max + to, peak, mask=there)
             tl.store(out_sum + to, total, mask=there)
+
+
+@entry.jit(
+    do_not_specialize=[
+        "rows", "wide", "heads", "padded", "query_row", "query_head", "rope_row", "rope_head",
+        "scale",
+    ]
+)  # fmt: skip
+def attend(
+    query,
+    query_rope,
+    dense,
+    dense_rope,
+    slots,
+    last,
+    partial,
+    peaks,
+    sums,
+    rows,
+    wide,
+    heads,
+    padded,
+    query_row,
+    query_head,
+    rope_row,
+    rope_head,
+    scale,
+    LATENT: tl.constexpr,
+    ROTARY: tl.constexpr,
+    WHOLE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
+    """The part of a token that a tile of keys is: sums over it, and their statistics."""
+    d = tl.arange(0, LATENT)
+    c = tl.arange(0, COLUMNS)
+    j = tl.arange(0, KEY_TILE)
+    tiles = padded // HEAD_TILE
+    parts = wide // KEY_TILE
+    for work in range(tl.program_id(0), rows * tiles * parts, tl.num_programs(0)):
+        h = work % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
+        part = work // tiles % parts
+        row = work // tiles // parts
+        if part * KEY_TILE < tl.load(last + row):
+            token = row.to(tl.int64)
+            q = of_heads(query + token * query_row, h, heads, query_head, LATENT, WHOLE)
+            key = token * wide + part * KEY_TILE + j
+            k = tl.load(dense + key[:, None] * LATENT + d[None])
+            z = tl.dot(k, tl.trans(q))  # [KEY_TILE, HEAD_TILE]
+            if ROTARY > 0:
+                e = tl.arange(0, ROTARY)
+                qr = of_heads(query_rope + token * rope_row, h, heads, rope_head, ROTARY, WHOLE)
+                kr = tl.load(dense_rope + key[:, None] * ROTARY + e[None])
+                z = tl.dot(kr, tl.trans(qr), z)
+            z = logits(z, slots + key, scale)
+            peak = finite_peak(z)
+            p = tl.exp(z - peak[None])
+            to = (token * parts + part) * padded + h
+            tl.store(peaks + to, peak)
+            tl.store(sums + to, tl.sum(p, 0))
+            p = tl.trans(p.to(k.dtype))
+            for first in range(0, LATENT, COLUMNS):
+                v = tl.load(dense + key[:, None] * LATENT + first + c[None])
+                tl.store(partial + to[:, None] * LATENT + first + c[None], tl.dot(p, v))
+
+
+@entry.jit(do_not_specialize=["rows", "wide", "heads", "padded"])
+def merge(
+    partial,
+    peaks,
+    sums,
+    last,
+    sinks,
+    out,
+    out_max,
+    out_sum,
+    rows,
+    wide,
+    heads,
+    padded,
+    LATENT: tl.constexpr,
+    SINKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
+    """The parts of a head of a token, each by its peak."""
+    d = tl.arange(0, LATENT)
+    i = tl.arange(0, PARTS)
+    parts = wide // KEY_TILE
+    for work in range(tl.program_id(0), rows * heads, tl.num_programs(0)):
+        row = work // heads
+        h = work % heads
+        count = tl.load(last + row) // KEY_TILE
+        peak = -1e30
+        total = 0.0
+        acc = tl.zeros((LATENT,), tl.float32)
+        for first in range(0, count, PARTS):
+            here = i < count - first
+            at = (row.to(tl.int64) * parts + first + i) * padded + h
+            m = tl.load(peaks + at, mask=here, other=-1e30)
+            s = tl.load(sums + at, mask=here, other=0.0)
+            x = tl.load(partial + at[:, None] * LATENT + d[None], mask=here[:, None], other=0.0)
+            new = tl.maximum(peak, tl.max(m, 0))
+            share = tl.exp(m - new)
+            again = tl.exp(peak - new)
+            total = total * again + tl.sum(s * share, 0)
+            acc = acc * again + tl.sum(x * share[:, None], 0)
+            peak = new
+        denominator = total
+        if SINKS:
+            denominator += tl.exp(tl.load(sinks + h) - peak)
+        # without a key the sums are 0, and so is the result
+        denominator = tl.where(denominator > 0, denominator, 1.0)
+        tl.store(out + work.to(tl.int64) * LATENT + d, (acc / denominator).to(out.dtype.element_ty))
+        tl.store(out_max + work, tl.where(total > 0, peak, float("-inf")))
+        tl.store(out_sum + work, total)
+
+
+def few_tokens(rows: int, heads: int, wide: int, size: int, rotary: int) -> tune.Config | None:
+    """The tiles of `attend`, where it has one for a core at most; whatever the machine, since the
+    result depends on it."""
+    kernel = "sparse_flash_attention.attend"
+    config = tune.at_least(kernel, "HEAD_TILE", heads, size, rotary)
+    head_tile, key_tile, columns = (
+        config.tiles[name] for name in ("HEAD_TILE", "KEY_TILE", "COLUMNS")
+    )
+    works = rows * tiling.up(heads, head_tile) // head_tile * (wide // key_tile)
+    fits = size <= 512 and size % columns == 0 and rotary <= 64
+    return config if fits and wide >= 4 * key_tile and works <= tiling.A3.cube_cores else None
+
+
+def in_parts(
+    query: Tensor,
+    query_rope: Tensor,
+    dense: Tensor,
+    dense_rope: Tensor,
+    slots: Tensor,
+    last: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    out_max: Tensor,
+    out_sum: Tensor,
+    scale: float,
+    config: tune.Config,
+) -> None:
+    """The attention of few tokens over their dense rows."""
+    rows, heads, size = query.shape
+    wide, device = dense.shape[1], dense.device
+    head_tile, key_tile = config.tiles["HEAD_TILE"], config.tiles["KEY_TILE"]
+    padded, parts = tiling.up(heads, head_tile), wide // key_tile
+    partial = memory.empty((rows, parts, padded, size), torch.float32, device)
+    peaks, sums = (memory.empty((rows, parts, padded), torch.float32, device) for _ in range(2))
+    attend[(min(rows * (padded // head_tile) * parts, cores.cube()),)](
+        query,
+        query_rope,
+        dense,
+        dense_rope,
+        slots,
+        last,
+        partial,
+        peaks,
+        sums,
+        rows,
+        wide,
+        heads,
+        padded,
+        *query.stride()[:2],
+        *query_rope.stride()[:2],
+        scale,
+        LATENT=size,
+        ROTARY=dense_rope.shape[-1],
+        WHOLE=heads == padded,
+        **config.keywords,
+    )
+    merge[(min(rows * heads, cores.vector()),)](
+        partial,
+        peaks,
+        sums,
+        last,
+        out if sinks is None else sinks,
+        out,
+        out_max,
+        out_sum,
+        rows,
+        wide,
+        heads,
+        padded,
+        LATENT=size,
+        SINKS=sinks is not None,
+        KEY_TILE=key_tile,
+        **tune.only("sparse_flash_attention.merge").keywords,
+    )
 
 
 def resolved(
@@ -705,6 +910,7 @@ def attended(
     accumulating = two_passes.accumulating("sparse_flash_attention", at_once, padded, size)
     indices = ragged.int32(sparse_indices).flatten(0, -3)
     q, rope = query.flatten(0, -3), query_rope.flatten(0, -3)
+    few = few_tokens(plan.rows, heads, wide, size, ROTARY) if at_once == plan.rows else None
     slots = memory.empty((at_once, wide), torch.int32, device)
     last = memory.empty((at_once,), torch.int32, device)
     dense = memory.empty((at_once, wide, size), dtype, device)
@@ -746,6 +952,11 @@ def attended(
             SPAN=SPAN,
             **copies.keywords,
         )
+        if few is not None:
+            in_parts(
+                q, rope, dense, dense_rope, slots, last, sinks, out, out_max, out_sum, scale, few
+            )
+            break
         weigh[(min(rows * padded // head_tile * splits, cores.cube()),)](
             q,
             rope,

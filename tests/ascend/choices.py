@@ -146,6 +146,11 @@ def _attentions() -> Iterator[Choice]:
     forward = dict(layout_query="BSND", layout_kv="BSND", sparse_mode=3, return_softmax_lse=False)
     wanted = dict(HEAD_TILE=16)
     yield Choice("sparse_flash_attention", "forward", given | forward, "weigh", wanted)
+    # parts of a tile a core, of 512 keys or more
+    for keys, tokens, kernel in ((512, 6, "attend"), (512, 7, "weigh"), (384, 1, "weigh")):
+        few = given | forward | dict(query=_t(1, tokens, 16, 512), query_rope=_t(1, tokens, 16, 64))
+        few |= dict(sparse_indices=_whole(1, tokens, 1, keys))
+        yield Choice("sparse_flash_attention", "forward", few, kernel, dict(HEAD_TILE=16))
     # an index of a block of one is a position: nothing to divide
     plain = dict(BLOCKS=False)
     yield Choice("sparse_flash_attention", "forward", given | forward, "collect", plain)

@@ -10,9 +10,11 @@ the whole tile.  Of a long loop some turns are walked.
 The time is an ESTIMATE, from public rates and the assumptions below.  Within the cube's half or the
 vectors' half of a program its units work at the same time, and the slowest decides; a copy takes
 its bytes, and never less than `copy`; what is read again comes out of the cache; a vector operation
-takes its turns of 256 bytes, and the start of one that waits for the last.  The two halves
-overlap where the workspace between them has several slots; where it has one they take turns, and
-every hand-off is waited for.  A launch has a head: its cores begin and are seen to have ended.
+takes its turns of 256 bytes, and the start of one that waits for the last.  Where the workspace
+between the two halves has one slot they take turns, and every hand-off is waited for.  Where it has
+n they overlap, and a tile takes no less than an n-th of both halves' work and of a hand-off; a half
+that stops all of its units for a hand-off waits for it whatever the slots.  A launch has a head:
+its cores begin and are seen to have ended.
 
 Heads, turns, what a core alone draws and what of its peak the cube keeps up come from times that
 others measured (forms.py has the programs, and holds the model to them).
@@ -130,7 +132,7 @@ _Copy = tuple[str, bool, int, _Home]
 class Cost:
     """Of one half of one program: copies by (direction, workspace or not, bytes, whose memory),
     multiply-adds, vector bytes by element width and the cycles they take, loads by the scalar unit,
-    waits for the other half."""
+    waits for the other half, tiles that are waited for, and stops of all units."""
 
     share: int = 1  # the vector units of a mixed kernel draw two at a time
     of_cube: bool = False
@@ -140,6 +142,8 @@ class Cost:
     cycles: int = 0
     scalar_loads: int = 0
     waits: int = 0
+    rounds: int = 0
+    stops: int = 0
 
     def copied(self, direction: str) -> int:
         return sum(n * size for (way, _, size, _), n in self.copies.items() if way == direction)
@@ -169,6 +173,8 @@ class Cost:
         self.cycles += round(other.cycles * times)
         self.scalar_loads += round(other.scalar_loads * times)
         self.waits += round(other.waits * times)
+        self.rounds += round(other.rounds * times)
+        self.stops += round(other.stops * times)
 
     def units(self, programs: int, again: Mapping[_Home, float]) -> dict[str, float]:
         """Seconds by unit, while so many programs share the memory's rate."""
@@ -213,20 +219,21 @@ def in_graph(launches: list[float]) -> float:
 
 
 def seconds(
-    halves: list[Cost], turns: bool, programs: int, again: Mapping[_Home, float]
+    halves: list[Cost], slots: int, programs: int, again: Mapping[_Home, float]
 ) -> tuple[float, str]:
-    """Of a program's work, and what binds it.  The halves of a mixed one: cube's, vectors'.
+    """Of a program's work, and what binds it.  The halves of a mixed one: cube's, vectors', with
+    so many tiles under way between them, or none that is handed over.
     What all of them load goes through one memory, and what they store where the cache does not
     hold it all."""
     homes = {home for half in halves for *_, home in half.copies if home is not None}
     stored = sum(size for _, size in homes) >= _CACHE
     bytes_ = sum(half.to_memory(again, stored) for half in halves)
     memory = programs * bytes_ / card.memory
-    return max(_apart(halves, turns, programs, again), (memory, "memory"))
+    return max(_apart(halves, slots, programs, again), (memory, "memory"))
 
 
 def _apart(
-    halves: list[Cost], turns: bool, programs: int, again: Mapping[_Home, float]
+    halves: list[Cost], slots: int, programs: int, again: Mapping[_Home, float]
 ) -> tuple[float, str]:
     """Of a program, by what its own units and hand-offs take."""
     slowest = []
@@ -237,11 +244,19 @@ def _apart(
     if len(halves) == 1:
         return slowest[0]
     waits = max(half.waits for half in halves)
-    if turns:
-        both, waited = sum(each for each, _ in slowest), waits * rates.hand_off
-        return both + waited, "waiting" if waited > both else f"turns, {max(slowest)[1]}"
-    longest, unit = max(slowest)
-    return longest + min(waits, 2) * rates.hand_off, unit
+    # by itself, while the other is ahead, and until the first tile has come and gone
+    alone = max(
+        (seconds + half.stops * rates.hand_off, unit)
+        for half, (seconds, unit) in zip(halves, slowest, strict=True)
+    )
+    alone = alone[0] + min(waits, 2) * rates.hand_off, alone[1]
+    if not slots:
+        return alone
+    both = sum(each for each, _ in slowest)
+    of_slot = waits if slots == 1 else max(half.rounds for half in halves)
+    waited = of_slot * rates.hand_off
+    binds = "waiting" if waited > both else f"turns, {max(slowest)[1]}"
+    return max(alone, ((both + waited) / slots, binds))
 
 
 @dataclass
@@ -281,12 +296,14 @@ def _parse(lines: list[str]) -> list[_Line]:
     return root
 
 
+_WAIT = "hivm.hir.sync_block_wait"
 by_vectors: int | None = None  # what a number that the vectors made is taken for, if for any
 
 
 class _Walker:
     def __init__(self, hivm: str, cost: Cost, block: int) -> None:
         self.cost, self.block, self.steps = cost, block, 0
+        self.tiles = 0  # of loops side by side, which wait for the same ones
         self.maps: dict[str, tuple[list[str], list[Any]]] = {}
         for name, dims, symbols, results in re.findall(
             r"^(#map\d*) = affine_map<\(([^)]*)\)(?:\[([^\]]*)\])? -> \((.*)\)>$", hivm, re.M
@@ -298,6 +315,13 @@ class _Walker:
 
     def run(self, statements: list[_Line], env: dict[str, Any]) -> list[Any]:
         """The values that the region yields."""
+        outside, self.tiles = self.tiles, 0
+        values = self.through(statements, env)
+        self.cost.rounds += self.tiles
+        self.tiles = outside
+        return values
+
+    def through(self, statements: list[_Line], env: dict[str, Any]) -> list[Any]:
         for s in statements:
             self.steps += 1
             if self.steps > _STEPS:
@@ -332,7 +356,7 @@ class _Walker:
             return [self.memref(s, env)]
         if kind == "hivm.hir.pointer_cast":
             return [_type(s.text)]
-        if kind == "hivm.hir.sync_block_wait":
+        if kind == _WAIT:
             self.cost.waits += 1
             return []
         if kind == "hivm.hir.get_block_idx":
@@ -348,6 +372,8 @@ class _Walker:
         if header is None:
             return []
         low, high, step = (env.get(header[i]) for i in (2, 3, 4))
+        waits = any(x.kind == _WAIT for x in s.body)
+        stops = sum(x.kind == "hivm.hir.pipe_barrier" and "<PIPE_ALL>" in x.text for x in s.body)
         carried = re.findall(r"(%[\w-]+) = (%[\w#-]+)", s.text[header.end() :].partition("->")[0])
         state = [env.get(initial) for _, initial in carried]
         if None in (low, high, step):
@@ -358,8 +384,11 @@ class _Walker:
             env[header[1]] = at
             env.update(zip((name for name, _ in carried), state, strict=True))
             state = self.run(s.body, env) or state
+            self.cost.stops += stops
 
-        self.repeat(range(low, high, max(step, 1)), once)
+        turns = range(low, high, max(step, 1))
+        self.repeat(turns, once)
+        self.tiles = max(self.tiles, waits * len(turns))
         return state
 
     def repeat(self, turns: range, once: Callable[[int], None]) -> None:

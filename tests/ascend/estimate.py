@@ -71,12 +71,12 @@ def row(launch: Launch, given: list[Any]) -> Row:
     """Of the slowest of three programs: cores are not loaded alike."""
     hivm, programs = _compiled(launch), launch.grid[0]
     cost.by_vectors = 0 if launch.kernel in NONE else None
-    turns = lint.takes_turns(hivm)
+    slots = lint.slots(hivm)
     blocks = sorted({0, programs // 2, programs - 1})
     walked = [cost.of(hivm, given, launch.grid, block) for block in blocks]
     again = cost.read_again(walked, programs)
     found = [
-        (cost.seconds(halves, turns, programs, again), block, halves)
+        (cost.seconds(halves, slots, programs, again), block, halves)
         for block, halves in zip(blocks, walked, strict=True)
     ]
     (seconds, binds), block, halves = max(found, key=lambda x: x[:2])

@@ -31,7 +31,7 @@ RECORD = Path(__file__).with_name("measured.json")
 
 @dataclass(frozen=True)
 class Form:
-    """`cores` run `halves` each, the slowest of them; they take `turns` if they have one slot."""
+    """`cores` run `halves` each, the slowest of them, with so many `slots` between them."""
 
     what: str
     card: str
@@ -39,13 +39,13 @@ class Form:
     runs: int
     halves: list[Cost]
     cores: int
-    turns: bool = False
+    slots: int = 0
 
     @property
     def estimated(self) -> float:
         """us"""
         again = cost.read_again([self.halves], self.cores)
-        work, _ = cost.seconds(self.halves, self.turns, self.cores, again)
+        work, _ = cost.seconds(self.halves, self.slots, self.cores, again)
         return (work + cost.head(self.halves)) * 1e6
 
 
@@ -110,11 +110,13 @@ class Stage:
     vectors: tuple[int, int, int, int]
     operations: tuple[str, ...]
     waits: int  # of each half
-    turns: bool
+    slots: int = 1
+    stops: int = 0  # of each half: behind a wait nothing begins before all of its units are idle
     whole: bool = False  # a core takes whole sequences of a head
 
     def halves(self, times: int) -> list[Cost]:
-        cube, vectors = Cost(of_cube=True, waits=self.waits), Cost(share=2, waits=self.waits)
+        waits: dict[str, int] = dict(waits=self.waits, rounds=1, stops=self.stops)
+        cube, vectors = Cost(of_cube=True, **waits), Cost(share=2, **waits)
         cube.multiplied = self.products * _SIDE**3
         for half, tiles, size in ((cube, self.cube, _TILE), (vectors, self.vectors, _HALF)):
             for n, (way, workspace) in zip(tiles, _WAYS, strict=True):
@@ -141,8 +143,9 @@ STAGES = {
         (0, 1, 1, 0),
         (*_GATES, "vcast", "vmul_", "vmul_", "vcast"),
         1,
-        False,
-        True,
+        slots=2,
+        stops=1,
+        whole=True,
     ),
     "wy": Stage(
         2,
@@ -150,7 +153,6 @@ STAGES = {
         (1, 0, 0, 2),
         ("vbrc", "vcast", "vmul_", "vcast", "vbrc", "vmul_", "vcast"),
         2,
-        True,
     ),
     "h": Stage(
         2,
@@ -171,8 +173,7 @@ STAGES = {
             "vcast",
         ),
         2,
-        True,
-        True,
+        whole=True,
     ),
     "o": Stage(
         3,
@@ -192,7 +193,6 @@ STAGES = {
             "vcast",
         ),
         2,
-        True,
     ),
 }
 # us of 16 sequences, by heads and length.  The inversion between kkt and wy is not there: its time
@@ -213,7 +213,7 @@ def stage(name: str, heads: int, length: int, us: float, cores: int = 24) -> For
     works = 16 * heads if form.whole else 16 * heads * chunks
     times = math.ceil(works / cores) * (chunks if form.whole else 1)
     what = f"{name}, 16 x {length} x {heads} heads"
-    return Form(what, "910B2", us, 15, form.halves(times), cores, form.turns)
+    return Form(what, "910B2", us, 15, form.halves(times), cores, form.slots)
 
 
 def stages() -> list[Form]:

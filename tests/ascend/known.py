@@ -77,6 +77,8 @@ _SCALAR = {
     "narrow_rows.query_heads": "one scale a token, beside tiles of heads",
     "narrow_rows.index_heads": "one scale a token, beside tiles of heads",
     "sparse_flash_attention.collect": "two indices a copy of two rows",
+    "sparse_flash_attention.attend": "the length of a token's selection, beside a tile of keys",
+    "sparse_flash_attention.merge": "one maximum and one sum a head, whose parts move in bulk",
     "blocks_in_place.note": "what a token sees, a few numbers each",
     "blocks_in_place.weigh": "the place of a run of keys, which is one copy",
     "blocks_in_place.accumulate": "the place of a run of keys, which is one copy",
@@ -123,6 +125,7 @@ _TURNS = {
     "chunk_kda_grad.walk_grads": _CHAIN,
     "chunk_gated_delta_rule_grad.walk_states": _CHAIN,
     "chunk_gated_delta_rule_grad.walk_grads": _CHAIN,
+    "sparse_flash_attention.attend": "a core has one tile: there is no other to have under way",
 }
 
 # build 1.0.0 shares no masked store of a mixed kernel between the vector units
@@ -171,6 +174,13 @@ _REPEAT = (
             (("TOKENS", tokens),),
         )
         for tokens in (2, 4)
+    ),
+    Known(
+        "sparse_flash_attention.attend",
+        "repeat",
+        "weights of 128 heads and 128 keys that the cube reads are shared by the newer builds",
+        ("1.0.0",),
+        (("HEAD_TILE", 128),),
     ),
     Known(
         "lightning_indexer_grad.grad_query",

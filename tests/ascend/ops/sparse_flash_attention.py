@@ -210,6 +210,38 @@ CASES = (
     *(Case(OP, f"paged, {n} heads", paged([300, 1, 131], 2, n, 96)) for n in (8, 16, 32, 64, 128)),
     Case(OP, "paged, 8 heads, 9 tokens", paged([300, 1, 131], 3, 8, 96)),
     Case(OP, "one token, 40 heads, k 1000", paged([3000], 1, 40, 1000)),
+    Case(
+        OP,
+        "one token, 32 heads, k 2200, scores far apart",
+        paged([2500], 1, 32, 2200, sizes=(128, 32), scale_value=1.0),
+    ),
+    *(
+        Case(OP, f"one token, {n} heads, k 512", paged([600], 1, n, 512), cores=(24,))
+        for n in (32, 128)
+    ),
+    Case(
+        OP,
+        "few tokens, 12 heads, sinks, no rotary part",
+        paged(
+            [700, 130, 0],
+            2,
+            12,
+            500,
+            sizes=(128, 32),
+            rope=False,
+            sinks=lambda x: x.normal(12, dtype=torch.float32).mul_(8),
+        ),
+    ),
+    Case(
+        OP,
+        "one token, scores that underflow",
+        with_(paged([600], 1, 16, 500, sizes=(128, 32), scale_value=2.0), query=opposed),
+    ),
+    Case(
+        OP,
+        "one token, scores far apart",
+        paged([600], 1, 16, 500, sizes=(128, 32), scale_value=9.0),
+    ),
     Case(OP, "paged, k 2048, s1 4, 65 keys and 4097", paged([4097, 65], 4, 16, 2048), cores=(24,)),
     Case(OP, "paged, 144 heads", paged([70], 1, 144, 32, sizes=(128, 32))),
     Case(
@@ -417,15 +449,64 @@ CONTROLS = (
     Control(
         "a score that overflows",
         OP[4:],
-        "p = tl.exp(z - peak[None])",
-        "p = tl.exp(z - tl.minimum(peak, 40.0)[None])",
+        "p = tl.exp(z - peak[None]).to(v.dtype)",
+        "p = tl.exp(z - tl.minimum(peak, 40.0)[None]).to(v.dtype)",
         "scores far apart",
+    ),
+    Control(
+        "a score of a part that overflows",
+        OP[4:],
+        "p = tl.exp(z - peak[None])\n",
+        "p = tl.exp(z - tl.minimum(peak, 40.0)[None])\n",
+        "one token, scores far apart",
+    ),
+    Control(
+        "columns of a part on top of each other",
+        OP[4:],
+        "tl.store(partial + to[:, None] * LATENT + first + c[None], tl.dot(p, v))",
+        "tl.store(partial + to[:, None] * LATENT + c[None], tl.dot(p, v))",
+        "one token, 32 heads, k 512",
+    ),
+    Control(
+        "parts behind the last",
+        OP[4:],
+        "count = tl.load(last + row) // KEY_TILE\n        peak = -1e30",
+        "count = parts\n        peak = -1e30",
+        "few tokens, 12 heads, sinks, no rotary part",
+    ),
+    Control(
+        "parts that are not rescaled",
+        OP[4:],
+        "again = tl.exp(peak - new)",
+        "again = 1.0",
+        "one token, 32 heads, k 2200, scores far apart",
+    ),
+    Control(
+        "parts of equal weight",
+        OP[4:],
+        "share = tl.exp(m - new)",
+        "share = tl.exp(m - m)",
+        "one token, scores far apart",
+    ),
+    Control(
+        "a part's sink of another head",
+        OP[4:],
+        "tl.exp(tl.load(sinks + h) - peak)",
+        "tl.exp(tl.load(sinks) - peak)",
+        "few tokens, 12 heads, sinks, no rotary part",
+    ),
+    Control(
+        "a merged maximum of at least 0",
+        OP[4:],
+        "        peak = -1e30\n        total = 0.0",
+        "        peak = 0.0\n        total = 0.0",
+        "one token, scores that underflow",
     ),
     Control(
         "a maximum of at least 0",
         OP[4:],
-        "peak = tl.maximum(tl.max(z, 0), -1e30)",
-        "peak = tl.maximum(tl.max(z, 0), 0.0)",
+        "return tl.maximum(tl.max(z, 0), -1e30)",
+        "return tl.maximum(tl.max(z, 0), 0.0)",
         "scores that underflow",
     ),
     Control(
