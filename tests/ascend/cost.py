@@ -33,6 +33,8 @@ from typing import Any
 
 import torch
 
+from . import lint
+
 BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4}
 
 
@@ -216,6 +218,22 @@ def head(halves: list[Cost]) -> float:
 def in_graph(launches: list[float]) -> float:
     """Of launches of a captured graph; the gap is a vector kernel's, with its head."""
     return sum(launches) + len(launches) * (rates.gap - HEADS["vectors"])
+
+
+def slots(hivm: str) -> int:
+    """Tiles that cube and vector of a core have under way between them: the fewest slots of those
+    buffers of the workspace that have several, which are taken in slices; 1 if none has, and each
+    waits for the other, tile by tile; 0 where nothing is handed over."""
+    several = []
+    argument = r"(%arg\d+): memref<[^{]*\{[^{}]*hacc\.arg_type<workspace>"
+    for function in lint.functions(hivm):
+        if re.match(r"@\w+_mix_aic\(", function) is None:
+            continue
+        for workspace in re.findall(argument, function):
+            for view in re.findall(rf"(%\S+) = memref\.view {workspace}\[", function):
+                slice_ = rf"memref\.subview {view}\[%\S+, .*?\] \[1, .*?: memref<(\d+)x"
+                several += [int(sliced[1]) for sliced in re.finditer(slice_, function)]
+    return min(several, default=int(lint.takes_turns(hivm)))
 
 
 def seconds(

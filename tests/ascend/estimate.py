@@ -25,7 +25,7 @@ from custom.dispatch.errors import NotSupported
 from custom.bench.case import Arguments, Case, Draw
 from custom.bench.presets import presets
 
-from . import cost, driver, lint, memory, published
+from . import cost, driver, memory, published
 from .compiler import compile_for_npu
 from .driver import Launch, recorder
 from .models import Sizes
@@ -71,7 +71,7 @@ def row(launch: Launch, given: list[Any]) -> Row:
     """Of the slowest of three programs: cores are not loaded alike."""
     hivm, programs = _compiled(launch), launch.grid[0]
     cost.by_vectors = 0 if launch.kernel in NONE else None
-    slots = lint.slots(hivm)
+    slots = cost.slots(hivm)
     blocks = sorted({0, programs // 2, programs - 1})
     walked = [cost.of(hivm, given, launch.grid, block) for block in blocks]
     again = cost.read_again(walked, programs)

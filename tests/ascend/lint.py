@@ -23,7 +23,7 @@ def of(hivm: str, said: str = "") -> list[Finding]:
     found += [Finding("retry", text) for text in re.findall(r"\[NOTE\] ?([^\n]*)", said)]
     if repeats(hivm):
         found.append(Finding("repeat", "both vector sub-cores repeat the same vector work"))
-    if slots(hivm) == 1:
+    if takes_turns(hivm):
         found.append(Finding("turns", "cube and vector take turns: a workspace of one slot"))
     loops = scalar_loops(hivm)
     if loops:
@@ -70,11 +70,10 @@ def wrong_multiplies(hivm: str) -> list[str]:
     return found
 
 
-def slots(hivm: str) -> int:
-    """Tiles that cube and vector of a core have under way between them: the fewest slots of those
-    buffers of the workspace that have several, which are taken in slices; 1 if none has, and each
-    waits for the other, tile by tile; 0 where nothing is handed over."""
-    found = 0
+def takes_turns(hivm: str) -> bool:
+    """Cube and vector of a core hand tiles over through a workspace whose buffers all have one
+    slot: each waits for the other, tile by tile.  A buffer with several is taken in slices."""
+    slots = False
     for function in functions(hivm):
         name = re.match(r"@(\w+)\(", function)
         if name is None or not name[1].endswith("_mix_aic"):
@@ -83,18 +82,12 @@ def slots(hivm: str) -> int:
         if workspace is None:
             continue
         views = re.findall(rf"(%\S+) = memref\.view {workspace[1]}\[", function)
-        found = max(found, int(bool(views)))
-        several = [
-            int(sliced[1])
-            for view in views
-            if (
-                sliced := re.search(
-                    rf"memref\.subview {view}\[%\S+, .*?\] \[1, .*?: memref<(\d+)x", function
-                )
-            )
-        ]
-        found = min(several, default=found)
-    return found
+        slots = slots or bool(views)
+        if any(
+            re.search(rf"memref\.subview {view}\[%\S+, .*?\] \[1, ", function) for view in views
+        ):
+            return False
+    return slots
 
 
 def repeats(hivm: str) -> bool:

@@ -139,7 +139,7 @@ MORE = f"""{FOUR}
     ],
 )
 def test_tiles_that_cube_and_vector_have_under_way(functions, slots):
-    assert lint.slots(module(*functions)) == slots
+    assert cost.slots(module(*functions)) == slots
     assert ("turns" in [found.kind for found in lint.of(module(*functions))]) == (slots == 1)
 
 
