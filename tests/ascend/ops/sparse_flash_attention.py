@@ -217,7 +217,7 @@ CASES = (
     ),
     *(
         Case(OP, f"one token, {n} heads, k 512", paged([600], 1, n, 512), cores=(24,))
-        for n in (32, 128)
+        for n in (16, 32, 64, 128)
     ),
     Case(
         OP,
