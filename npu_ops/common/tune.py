@@ -143,13 +143,13 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "sparse_flash_attention.merge": (Config({"PARTS": 16}),),
     "blocks_in_place.note": (Config({"PIECE": 256}),),
     "blocks_in_place.weigh": tuple(
-        Config({"HEAD_TILE": heads, "KEY_TILE": 128}, {"set_workspace_multibuffer": 2})
+        Config({"HEAD_TILE": heads, "KEY_TILE": 128}, {"set_workspace_multibuffer": 4})
         for heads in (8, 16)
     ),
     "blocks_in_place.accumulate": tuple(
         Config(
             {"HEAD_TILE": heads, "KEY_TILE": 128, "PIECES": pieces, "PARTS": 8},
-            {"set_workspace_multibuffer": 2},
+            {"set_workspace_multibuffer": 4},
         )
         for pieces in (2, 4)
         for heads in (16, 8)
@@ -158,13 +158,13 @@ TABLE: dict[str, tuple[Config, ...]] = {
     # a row is one of a head; keys of small pages, and those that several tokens share,
     # come in runs of 64
     "fused_infer_attention_score_v2.weigh": tuple(
-        Config({"ROW_TILE": rows, "KEY_TILE": keys}, {"set_workspace_multibuffer": 2})
+        Config({"ROW_TILE": rows, "KEY_TILE": keys}, {"set_workspace_multibuffer": 4})
         for rows, keys in ((8, 64), (16, 64), (32, 64), (64, 128), (64, 32), (128, 64), (128, 32))
     ),
     "fused_infer_attention_score_v2.accumulate": tuple(
         Config(
             {"ROW_TILE": rows, "KEY_TILE": keys, "PIECES": pieces, "PARTS": 8},
-            {"set_workspace_multibuffer": 2},
+            {"set_workspace_multibuffer": 4},
         )
         for keys in (128, 64)
         for pieces, most in ((2, keys), (4, 32))
@@ -182,8 +182,8 @@ TABLE: dict[str, tuple[Config, ...]] = {
         )
         for heads in (32, 16)
     ),
-    "sparse_attn_sharedkv.weigh": _weigh(2),
-    "sparse_attn_sharedkv.accumulate": _accumulate(2),
+    "sparse_attn_sharedkv.weigh": _weigh(4),
+    "sparse_attn_sharedkv.accumulate": _accumulate(4),
     "index_cache_write.write": (Config({}),),
     "latent_cache_write.write": (Config({}),),
     "quantize_index_query.quantised": (Config({"HEAD_TILE": 32}),),
