@@ -388,10 +388,11 @@ def is_direct(weight: Tensor, form: int) -> bool:
 
 def is_prompt(x: Rows, weight: Weight, form: int, dtype: torch.dtype, groups: int) -> bool:
     """Whether the product, of this dtype, is one of many tokens on Hopper."""
-    if not is_direct(weight.values, form):
+    many = prompt.supports(x.values, weight.size, groups, dtype)
+    if not many or not is_direct(weight.values, form):
         return False
     values, read = (quantise.to_read(of.values)[0] for of in (x, weight))
-    return hopper.supports(values, [read]) and prompt.supports(values, weight.size, groups, dtype)
+    return hopper.supports(values, [read])
 
 
 def _by_prompt(

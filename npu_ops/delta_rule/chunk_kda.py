@@ -696,6 +696,7 @@ def outputs(
     VARLEN: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ):
+    """What the tokens of every pair read: of the state before it, and of N."""
     TILES: tl.constexpr = VALUE // VALUE_TILE
     PAIR: tl.constexpr = 2 * CHUNK
     i = tl.arange(0, PAIR)

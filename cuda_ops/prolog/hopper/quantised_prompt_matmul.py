@@ -248,9 +248,11 @@ def supports(x: Tensor, n: int, groups: int, dtype: torch.dtype) -> bool:
     """Of what quantised_matmul.py supports: a tile for nearly every multiprocessor, and rows that
     TMA can store."""
     tokens = x.shape[0] // groups
+    if tokens <= TOKENS:
+        return False
     fills = 10 * _tiles(tokens, n, groups) >= 9 * gpu.num_sms(x.device)
     whole = groups == 1 or n % COLUMNS == 0
-    return tokens > TOKENS and fills and whole and n % 8 == 0 and dtype in DTYPES
+    return fills and whole and n % 8 == 0 and dtype in DTYPES
 
 
 def launch(
