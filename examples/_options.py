@@ -123,6 +123,17 @@ def generating(doc: str | None) -> argparse.Namespace:
     return options
 
 
+def training(doc: str | None) -> argparse.Namespace:
+    """Of train_transformers.py."""
+    parser = parser_of(doc)
+    parser.add_argument("--model", choices=MODELS[1:], default=MODELS[1], help="random weights")
+    add_device(parser)
+    parser.add_argument("--wide", action="store_true", help="layers as wide as the real model's")
+    parser.add_argument("--tokens", type=at_least(2), default=160, help="of the text; 160")
+    parser.add_argument("--steps", type=at_least(1), default=8, help="that are timed; 8")
+    return parser.parse_args()
+
+
 def parallel(doc: str | None) -> argparse.Namespace:
     """Of parallel_decode.py."""
     parser = parser_of(doc)
