@@ -62,7 +62,7 @@ def device_alone(doc: str | None) -> argparse.Namespace:
 
 
 def plotted(doc: str | None) -> argparse.Namespace:
-    """Of train_indexer.py and quantised_caches.py."""
+    """Of train_indexer.py and quantized_caches.py."""
     parser = argparse.ArgumentParser(description=doc)
     add_device(parser)
     parser.add_argument("--plot", type=in_a_folder, metavar="FILE", help="draw what came there")
