@@ -2,7 +2,7 @@
 # Copyright the npu-custom-ops authors
 """Many requests to a vLLM with our ops that has too few pages for them:
 
-    python -m tests.vllm.load [--model NAME] [--requests N] [--ranks N] [--seed N]
+    python -m tests.vllm.load [--model NAME] [--requests N] [--ranks N] [--seed N] [--turns FOLDER]
 
 Requests arrive in bursts and join others that decode.  Half of them begin as their neighbours do,
 behind kept prefixes; a tenth is aborted in mid-stream; who finds no page is preempted and begins
@@ -10,7 +10,8 @@ again.  A line says how often each of these happened; what never did is an error
 
 Every token, those of aborted streams too, is judged by our own decode loop, given the same text:
 in float32 (DEVICE=cpu, tiny models) it is the loop's own, in bfloat16 (four narrow layers, decode
-steps in graphs) within rounding.  A GPU needs what h200.py says, each rank a card.
+steps in graphs) within rounding.  A GPU needs what h200.py says, each rank a card; processes that
+share cards and FOLDER serve in turns, since ranks that wait for one another keep a card busy.
 """
 
 from __future__ import annotations
@@ -160,17 +161,19 @@ def start(load: Load, ranks: int, model: Any, folder: Path) -> Any:
         return h200.start(load.part._replace(options=load.part.options | options), model, folder)
 
 
-def run(name: str, count: int, ranks: int, seed: int, root: Path) -> None:
-    load, random, times = LOADS[name], Random(seed), [time.perf_counter()]
+def run(given: argparse.Namespace, root: Path) -> None:
+    load, random, times = LOADS[given.model], Random(given.seed), [time.perf_counter()]
     model, folder = make(load, root)
-    engine = start(load, ranks, model, folder)
+    engine = start(load, given.ranks, model, folder)
     times.append(time.perf_counter())
-    asked = requests(count, model.config.vocab_size, random)
-    tokens = answers(engine, asked, random)
+    asked = requests(given.requests, model.config.vocab_size, random)
+    with h200.turn(given.turns) if given.turns else nullcontext():
+        tokens = answers(engine, asked, random)
     times.append(time.perf_counter())
     COUNTED["joins"] = sum(1 in step and len(step) > 1 for step in serve.STEPS)
     print(
-        f"{name}, {DEVICE}, ranks: {ranks}, requests: {count}, steps: {len(serve.STEPS)}",
+        f"{given.model}, {DEVICE}, ranks: {given.ranks}, requests: {given.requests}",
+        f"steps: {len(serve.STEPS)}",
         *(f"{what}: {COUNTED[what]}" for what in MUST),
         f"pages: {load.pages}",
         sep=", ",
@@ -179,7 +182,7 @@ def run(name: str, count: int, ranks: int, seed: int, root: Path) -> None:
     for what, times_each in MUST.items():
         assert COUNTED[what] > times_each * load.pages, f"too few: {what}"
     seen = engine.apply_model(serve.seen)
-    assert len(seen) == ranks and all(each["ops"] for each in seen), seen
+    assert len(seen) == given.ranks and all(each["ops"] for each in seen), seen
     for request, got in zip(asked, tokens, strict=True):
         assert request.kept <= len(got) <= request.count, (request, got)
     verdict = h200.judge(model, [each.text for each in asked], tokens, load.part.roundings)
@@ -200,10 +203,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(argv)
+    parser.add_argument("--turns", type=Path)
+    given = parser.parse_args(argv)
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as root:
-        run(options.model, options.requests, options.ranks, options.seed, Path(root))
+        run(given, Path(root))
     return 0
 
 
