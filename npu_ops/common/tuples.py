@@ -29,10 +29,10 @@ import triton.language as tl
 from . import entry
 
 
-def jit(do_not_specialize: list[str] | None = None) -> Callable[[Any], triton.JITFunction]:
+def jit(do_not_specialize: list[str] | None = None) -> Callable[[Any], triton.JITFunction[Any]]:
     """`entry.jit` of what `spread` makes of the function."""
 
-    def jitted(function: Any) -> triton.JITFunction:
+    def jitted(function: Any) -> triton.JITFunction[Any]:
         flat, numbers = spread(function)
         return entry.jit([*(do_not_specialize or []), *numbers])(flat)
 
