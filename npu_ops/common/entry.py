@@ -10,11 +10,11 @@ from typing import Any
 import triton
 
 
-def jit(do_not_specialize: list[str] | None = None) -> Callable[[Any], triton.JITFunction[Any]]:
+def jit(do_not_specialize: list[str] | None = None) -> Callable[[Any], triton.JITFunction]:
     """`triton.jit` under the name `<file>_<function>`; the machine keeps 49 characters of it."""
 
-    def jitted(function: Any) -> triton.JITFunction[Any]:
+    def jitted(function: Any) -> triton.JITFunction:
         name = f"{function.__module__.rpartition('.')[2]}_{function.__name__}"
-        return triton.jit(do_not_specialize=do_not_specialize, repr=lambda _: name)(function)
+        return triton.jit(function, do_not_specialize=do_not_specialize, repr=lambda _: name)
 
     return jitted

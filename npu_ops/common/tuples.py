@@ -29,10 +29,10 @@ import triton.language as tl
 from . import entry
 
 
-def jit(do_not_specialize: list[str] | None = None) -> Callable[[Any], triton.JITFunction[Any]]:
+def jit(do_not_specialize: list[str] | None = None) -> Callable[[Any], triton.JITFunction]:
     """`entry.jit` of what `spread` makes of the function."""
 
-    def jitted(function: Any) -> triton.JITFunction[Any]:
+    def jitted(function: Any) -> triton.JITFunction:
         flat, numbers = spread(function)
         return entry.jit([*(do_not_specialize or []), *numbers])(flat)
 
