@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""`custom` as mypy reads it: as it is installed, and a kernel is no more than a name.
+"""`custom` as mypy reads it: below one folder, as it is installed, and of each kernel its name.
 
-A kernel is written in Triton's language, whose types are not Python's.  Its lines are empty in the
-copy, so that an error in a launcher has its line's number.
+    python -m tests.tools.typed_tree FOLDER
+
+A kernel is Triton, whose types are not Python's.  Its lines are empty in the copy, so that an error
+in a launcher has the number of its line.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LINKED = ("dispatch", "graph_mode")
-WITH_KERNELS = ("cuda_ops", "npu_ops")
-# decorators of what the GPU's or the NPU's compiler reads
+PACKAGES = ("cuda_ops", "npu_ops")  # with kernels
+# decorators of what Triton compiles, and of what it calls meanwhile
 KERNELS = {
     "triton.jit",
     "gluon.jit",
@@ -28,39 +29,52 @@ KERNELS = {
 }
 
 
-def is_kernel(function: ast.FunctionDef) -> bool:
+def decorators(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Their names, without arguments."""
     names = (x.func if isinstance(x, ast.Call) else x for x in function.decorator_list)
-    return any(ast.unparse(name) in KERNELS for name in names)
+    return {ast.unparse(name) for name in names}
 
 
-def _kernels(node: ast.AST) -> Iterator[ast.FunctionDef]:
+def is_kernel(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and not KERNELS.isdisjoint(decorators(node))
+
+
+def host(node: ast.AST) -> Iterator[ast.AST]:
+    """What is in a module, kernels as a whole."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef) and is_kernel(child):
-            yield child
-        else:
-            yield from _kernels(child)
+        yield child
+        if not is_kernel(child):
+            yield from host(child)
 
 
 def without_kernels(source: str) -> str:
     lines = source.splitlines()
-    for kernel in _kernels(ast.parse(source)):
-        first = kernel.decorator_list[0].lineno - 1
-        indent = " " * kernel.col_offset
-        name = f"{indent}from typing import Any as _Any; {kernel.name}: _Any"
-        lines[first : kernel.end_lineno] = [name, *[""] * (kernel.end_lineno - first - 1)]
+    for node in host(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and is_kernel(node):
+            first, last = node.decorator_list[0].lineno - 1, node.end_lineno
+            name = " " * node.col_offset + f"from typing import Any as _Any; {node.name}: _Any"
+            lines[first:last] = [name, *[""] * (last - first - 1)]
     return "\n".join(lines) + "\n"
 
 
-def write(folder: Path) -> None:
+def link(folder: Path) -> None:
+    """All but the packages with kernels, which nothing imports by name."""
     package = folder / "custom"
     package.mkdir(parents=True)
-    for each in [*(ROOT / "custom").iterdir(), *(ROOT / name for name in LINKED)]:
+    for each in [*(ROOT / "custom").iterdir(), ROOT / "dispatch", ROOT / "graph_mode"]:
         (package / each.name).symlink_to(each)
-    for name in WITH_KERNELS:
-        for file in (ROOT / name).rglob("*.py"):
-            copy = package / file.relative_to(ROOT)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(without_kernels(file.read_text()))
+
+
+def sources() -> list[Path]:
+    return sorted(file for name in PACKAGES for file in (ROOT / name).rglob("*.py"))
+
+
+def write(folder: Path) -> None:
+    link(folder)
+    for file in sources():
+        copy = folder / "custom" / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(without_kernels(file.read_text()))
 
 
 if __name__ == "__main__":
