@@ -53,7 +53,7 @@ from .delta_rule import (  # noqa: E402
     npu_recurrent_gated_delta_rule,
 )
 from .dispatch.common.nz import from_nz, to_nz  # noqa: E402
-from .dispatch.common.quantised import convert_rows, index_cache_views, row_views  # noqa: E402
+from .dispatch.common.quantized import convert_rows, index_cache_views, row_views  # noqa: E402
 from .dispatch.env import config  # noqa: E402
 from .dispatch.errors import BackendUnavailable, NotSupported  # noqa: E402
 from .gated_norm import npu_gated_rms_norm  # noqa: E402
@@ -72,7 +72,7 @@ from .merging import (  # noqa: E402
     shard_slots,
 )
 from .pooled import key_pool, npu_key_pool, pool_key_indexer  # noqa: E402
-from .quantised import (  # noqa: E402
+from .quantized import (  # noqa: E402
     flash_mla_sparse_fp8,
     hadamard,
     npu_index_cache_write,

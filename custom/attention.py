@@ -236,15 +236,15 @@ def npu_fused_infer_attention_score_v2(
             leading 0, required.
         actual_seq_kvlen: [B] lengths, in every layout; required.
         block_table: [B, max_pages] int32 or int64, required; a page that is not there is absent.
-        dequant_scale_query: None; nothing is quantised here.
-        dequant_scale_key: None; nothing is quantised here.
-        dequant_offset_key: None; nothing is quantised here.
-        dequant_scale_value: None; nothing is quantised here.
-        dequant_offset_value: None; nothing is quantised here.
-        dequant_scale_key_rope: None; nothing is quantised here.
-        quant_scale_out: None; nothing is quantised here.
-        quant_offset_out: None; nothing is quantised here.
-        quant_scale_p: None; nothing is quantised here.
+        dequant_scale_query: None; nothing is quantized here.
+        dequant_scale_key: None; nothing is quantized here.
+        dequant_offset_key: None; nothing is quantized here.
+        dequant_scale_value: None; nothing is quantized here.
+        dequant_offset_value: None; nothing is quantized here.
+        dequant_scale_key_rope: None; nothing is quantized here.
+        quant_scale_out: None; nothing is quantized here.
+        quant_offset_out: None; nothing is quantized here.
+        quant_scale_p: None; nothing is quantized here.
         learnable_sink: [N] float32, or of the query's dtype: logits that enter the denominator
             alone.
         num_query_heads: N.

@@ -72,7 +72,7 @@ def npu_sharedkv_prolog_pto(
         weight_format: how a 2-D weight is read: "nz", "nd", or "linear": all are [N, K] row-major,
             `nn.Linear.weight` itself, and none is NZ.
         kv_kind: "none": `ori_kv` has the dtype of `token_x`; "fp8": rows of a D of 512 are rounded
-            to bfloat16, their first 448 numbers quantised by tiles of 64 to e4m3, as
+            to bfloat16, their first 448 numbers quantized by tiles of 64 to e4m3, as
             `npu_latent_cache_write` does.
         index_hadamard: transform the index queries, whose Di is then a power of two, for a cache
             of transformed keys.
@@ -80,7 +80,7 @@ def npu_sharedkv_prolog_pto(
         weight_quant_mode: 0: weights have the dtype of `token_x`; 1: `w_uq` and `w_idx_qb` are
             int8; 2: all with a scale are int8, a scale for each column; 4: e4m3, a scale for each
             block of 128 x 128.
-            What a weight of 8 bits meets is quantised token by token, to int8, or by tiles of 128
+            What a weight of 8 bits meets is quantized token by token, to int8, or by tiles of 128
             with powers of two to e4m3. 3 and 5 are refused by name.
         dequant_scale_w_dq: float32, of a `w_dq` of 8 bits: [1, Rq], or [H/128, Rq/128] rounded up,
             whatever form the weight has; likewise the others.
@@ -143,7 +143,7 @@ def npu_grouped_o_proj_pto(
             `w_o_b` [H, G*Ro].
         weight_quant_mode: 0 and 1: weights have the dtype of `attn_out`; 2: both are
             int8, a scale for each column; 4: e4m3, a scale for each block of 128 x 128.
-            What a weight of 8 bits meets is quantised token by token, to int8, or by tiles of 128
+            What a weight of 8 bits meets is quantized token by token, to int8, or by tiles of 128
             with powers of two to e4m3. 3 and 5 are refused by name.
         dequant_scale_w_o_a: float32, of a `w_o_a` of 8 bits: [G, 1, Ro], or [G, K/128, Ro/128]
             rounded up with K = N/G*D, whatever form the weight has.

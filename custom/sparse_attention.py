@@ -357,9 +357,9 @@ def npu_mla_prolog_pto(
     query projection [H, N * (Dn + Dr)], there is no query_norm, and weights and caches keep the
     working dtype.
 
-    With weights of 8 bits (`weight_quant_mode`) x and query_norm are quantised before their
+    With weights of 8 bits (`weight_quant_mode`) x and query_norm are quantized before their
     products; with `kv_cache_quant_mode` 3 both caches are one, of rows of 656 bytes. The words are
-    those of torch_npu's npu_mla_prolog_v3; docs/quantised.md has the formats.
+    those of torch_npu's npu_mla_prolog_v3; docs/quantized.md has the formats.
 
     Formula: DeepSeek-V2 (DeepSeek-AI, 2024), section 2.1, with W_uk absorbed.
 
@@ -384,8 +384,8 @@ def npu_mla_prolog_pto(
         rope_interleaved: pairing of the rotation; the result lies in halves either way.
         weight_format: as in `npu_sparse_attention_pto`. A weight of 8 bits has 32 columns a tile;
             "linear" are a checkpoint's own bytes, of every mode.
-        dequant_scale_x: float32 [B * S, 1] (int8), [B * S, H / 128] (fp8), of a quantised
-            `token_x`; None: the op quantises it.
+        dequant_scale_x: float32 [B * S, 1] (int8), [B * S, H / 128] (fp8), of a quantized
+            `token_x`; None: the op quantizes it.
         dequant_scale_w_dq: float32 [1, Rq] (int8), [H / 128, Rq / 128] (fp8, rounded up).
         dequant_scale_w_uq_qr: float32 [1, N * (Dn + Dr)] or [Rq / 128, N * (Dn + Dr) / 128].
         dequant_scale_w_dkv_kr: float32 [1, R + Dr] or [H / 128, (R + Dr) / 128].
@@ -481,7 +481,7 @@ def npu_mla_prolog_v3(
     Formula: as `npu_mla_prolog_pto`.
 
     Args:
-        token_x: [B, S, H] or [T, H]; in modes 2 and 4 also quantised, with `dequant_scale_x`.
+        token_x: [B, S, H] or [T, H]; in modes 2 and 4 also quantized, with `dequant_scale_x`.
         weight_dq: [H, Rq]; int8 in mode 2, float8_e4m3fn in mode 4. Never None, in torch_npu's
             signature: a model without a query latent calls `npu_mla_prolog_pto`.
         weight_uq_qr: [Rq, N * (Dn + Dr)]; int8 in modes 1 and 2, float8_e4m3fn in mode 4.
@@ -558,7 +558,7 @@ def npu_indexer_prolog_pto(
     query_index = RoPE(query_norm W_qb), by head; weights = x W_proj;
     index_k_cache[slot] = RoPE(LayerNorm(x W_k)).  The first Dr dims of each head rotate.
 
-    With weights of 8 bits (`weight_quant_mode`) query_norm and x are quantised before their
+    With weights of 8 bits (`weight_quant_mode`) query_norm and x are quantized before their
     products; with `kv_cache_quant_mode` 3 keys and queries are of 8 bits, and the queries' scales
     are in the weights, as `quantize_index_query` folds them.
 
@@ -584,8 +584,8 @@ def npu_indexer_prolog_pto(
         weight_format: as in `npu_mla_prolog_pto`.
         index_k_scale_cache: [pages, P, 1], updated in place: a scale for each key of 8 bits,
             float32, or float16 for int8; None without them.
-        dequant_scale_q_norm: float32 [B * S, 1] (int8), [B * S, Rq / 128] (fp8), of a quantised
-            `query_norm`; None: the op quantises it.
+        dequant_scale_q_norm: float32 [B * S, 1] (int8), [B * S, Rq / 128] (fp8), of a quantized
+            `query_norm`; None: the op quantizes it.
         dequant_scale_w_qb: float32 [1, Ni * Di] (int8), [Rq / 128, Ni * Di / 128] (fp8, rounded
             up).
         dequant_scale_w_k: float32 [1, Di] or [H / 128, Di / 128].
@@ -593,7 +593,7 @@ def npu_indexer_prolog_pto(
         weight_quant_mode: 0 none; 1 int8 `weight_qb`; 2 int8 `weight_qb` and `weight_k`; 4 both
             fp8. Scales as in `npu_mla_prolog_pto`.
         kv_cache_quant_mode: 0 none, 3 a scale for each index key.
-        index_hadamard: transform queries and keys before they are quantised; belongs to the cache.
+        index_hadamard: transform queries and keys before they are quantized; belongs to the cache.
         hadamard_round: what the transform gives, "bf16" or "fp32".
         scale_format: of fp8 activations, queries and keys, "ue8m0" (powers of two) or "fp32".
 
@@ -655,7 +655,7 @@ def npu_lightning_indexer_prolog_pto(
 
     Args:
         token_x: [T, H] hidden states.
-        q_norm: [T, Rq] int8, the quantised query norm (`npu_mla_prolog_v3`).
+        q_norm: [T, Rq] int8, the quantized query norm (`npu_mla_prolog_v3`).
         q_norm_scale: [T, 1] float32, its scales.
         wq_b: [Rq, N * 128] int8, NZ as 4-D (`to_nz`), or row-major.
         wq_b_scale: [N * 128, 1] float32.

@@ -148,7 +148,7 @@ def npu_sparse_attention_v4_pto(
         weight_quant_mode: 0: weights have the dtype of `x`; 1: `w_uq` and `w_idx_qb` are int8;
             2: all with a scale are int8, a scale for each column; 4: e4m3, a scale for each block
             of 128 x 128.
-            What a weight of 8 bits meets is quantised token by token, to int8, or by tiles of 128
+            What a weight of 8 bits meets is quantized token by token, to int8, or by tiles of 128
             with powers of two to e4m3. 3 and 5 are refused by name.
         dequant_scale_w_dq: float32, of a `w_dq` of 8 bits: [1, Rq], or [H/128, Rq/128] rounded up,
             whatever form the weight has; likewise the others.

@@ -43,6 +43,8 @@ MODULES = {
 # ops without a function of that name, and the one that calls them where no cache is given
 DENSE = {"npu_compressor_dense": "npu_compressor"}
 _WIDE = "---\nhide: [navigation]\n---\n"
+# pages by the paths that they had, for links from elsewhere
+_MOVED = {"quantised.md": "quantized", "design/quantised_prologs.md": "quantized_prologs"}
 
 
 def names() -> list[str]:
@@ -134,6 +136,11 @@ def members(there: ModuleType) -> list[str]:
     return [n for n in getattr(there, "__all__", own) if not n.startswith("_")]
 
 
+def _moved(to: str) -> str:
+    refresh = f'<meta http-equiv="refresh" content="0; url=../{to}/">'
+    return f"# Moved\n\n{refresh}\n\nTo [{to}]({to}.md).\n"
+
+
 def _list() -> str:
     ops, others = [], []
     for name in names():
@@ -192,6 +199,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made |= {f"api/{name}.md": _module(name) for name in MODULES}
     made |= {"ops.md": _list(), "index.md": _start("README.md")}
     made |= {"README.zh.md": _start("README.zh.md")}
+    made |= {path: _moved(to) for path, to in _MOVED.items()}
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
     return files

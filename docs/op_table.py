@@ -114,7 +114,7 @@ PURPOSES = (
         "both on caches of 8 bits",
         "8 位缓存上的以上两者",
         EIGHT,
-        "quantised.md",
+        "quantized.md",
         (
             "npu_quant_lightning_indexer",
             "npu_quant_lightning_indexer_scores",
@@ -126,7 +126,7 @@ PURPOSES = (
         "write caches of 8 bits",
         "写 8 位缓存",
         FLOAT,
-        "quantised.md",
+        "quantized.md",
         (
             "npu_latent_cache_write",
             "npu_index_cache_write",

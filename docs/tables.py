@@ -3,7 +3,7 @@
 """The tables of the READMEs and of docs/, from records that tests and benches wrote
 and from the code.
 
-pytest --device D --record tests/records/NAME.json              writes a record of verified ops
+pytest --device D --record tests/records/NAME.json              records the ops that it verifies
 python -m custom.bench OP --csv docs/figures/OP.csv             writes the figures of an op
 python -m custom.bench.models --csv docs/figures/models.csv     writes those of whole models
 tests/ascend/run.sh --mutate                                    counts planted mistakes
@@ -68,10 +68,11 @@ def verified() -> str:
 
 def sources(found: dict[str, dict[str, Any]]) -> str:
     """One line a record: where, when, with what."""
-    lines = [
-        f"- {name}: {record['hardware']}, {record['date']}, torch {record['torch']}"
-        for name, record in found.items()
-    ]
+    lines = []
+    for name, record in found.items():
+        days = sorted({op["date"] for op in record["ops"].values()})
+        when = " to ".join(dict.fromkeys([days[0], days[-1]]))
+        lines.append(f"- {name}: {record['hardware']}, {when}, torch {record['torch']}")
     return "\n".join(lines) + "\n"
 
 

@@ -104,8 +104,8 @@ def as_checkpoint(weight, kind):
     return dict(weight=values, weight_scale_inv=scale), stands[:rows, :columns]
 
 
-def quantise_weights(layer, names, kind):
-    """These projections of its attention in 8 bits, as `layer.narrow`; the attention itself gets
+def quantize_weights(layer, names, kind):
+    """These projections of its attention in 8 bits, as `layer.quantized`; the attention itself gets
     what they stand for."""
     tensors = {}
     for name in names:
@@ -113,9 +113,9 @@ def quantise_weights(layer, names, kind):
         named, stands = as_checkpoint(linear.weight, kind)
         tensors |= {f"{name}.{leaf}": tensor for leaf, tensor in named.items()}
         linear.weight.copy_(stands)
-    narrow = copy.deepcopy(layer.self_attn)
-    load_as_it_is(narrow, tensors)
-    object.__setattr__(layer, "narrow", narrow)  # no part of the model
+    quantized = copy.deepcopy(layer.self_attn)
+    load_as_it_is(quantized, tensors)
+    object.__setattr__(layer, "quantized", quantized)  # no part of the model
 
 
 def begin(doc):
@@ -125,8 +125,8 @@ def begin(doc):
     device = choose_device(options.device)
     if device == "cpu":
         torch.set_num_threads(1)  # in matrices this small threads mostly wait for each other
-    narrow = options.weights != "bf16" or options.caches != "bf16"
+    quantized = options.weights != "bf16" or options.caches != "bf16"
     dtypes = [options.dtype] if options.dtype != "auto" else ["bfloat16"]
-    if options.dtype == "auto" and device == "cpu" and not narrow:
+    if options.dtype == "auto" and device == "cpu" and not quantized:
         dtypes = ["float32", "bfloat16"]
-    return options, device, [getattr(torch, dtype) for dtype in dtypes], narrow
+    return options, device, [getattr(torch, dtype) for dtype in dtypes], quantized

@@ -62,7 +62,7 @@ def device_alone(doc: str | None) -> argparse.Namespace:
 
 
 def plotted(doc: str | None) -> argparse.Namespace:
-    """Of train_indexer.py and quantised_caches.py."""
+    """Of train_indexer.py and quantized_caches.py."""
     parser = argparse.ArgumentParser(description=doc)
     add_device(parser)
     parser.add_argument("--plot", type=in_a_folder, metavar="FILE", help="draw what came there")
@@ -121,6 +121,17 @@ def generating(doc: str | None) -> argparse.Namespace:
     if options.context < options.new_tokens + 3:
         parser.error("--context starts at --new-tokens + 3")
     return options
+
+
+def training(doc: str | None) -> argparse.Namespace:
+    """Of train_transformers.py."""
+    parser = parser_of(doc)
+    parser.add_argument("--model", choices=MODELS[1:], default=MODELS[1], help="random weights")
+    add_device(parser)
+    parser.add_argument("--wide", action="store_true", help="layers as wide as the real model's")
+    parser.add_argument("--tokens", type=at_least(2), default=160, help="of the text; 160")
+    parser.add_argument("--steps", type=at_least(1), default=8, help="that are timed; 8")
+    return parser.parse_args()
 
 
 def parallel(doc: str | None) -> argparse.Namespace:

@@ -25,13 +25,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from _agreement import EIGHT_BITS, check
+from _agreement import QUANTIZATION, check
 from _decoding import (
     announce,
     begin,
     generate,
     print_answers,
-    quantise_weights,
+    quantize_weights,
     timed,
     verify_drafts,
 )
@@ -60,7 +60,7 @@ class Server:
         self.model = model
         # layers whose weights are of 8 bits have them beside what they stand for
         self.weights = [
-            sparse_attention_weights(getattr(layer, "narrow", layer.self_attn), weight_format)
+            sparse_attention_weights(getattr(layer, "quantized", layer.self_attn), weight_format)
             for layer in model.model.layers
         ]
         kind = {"bf16": "none"}.get(caches, caches)
@@ -190,9 +190,9 @@ def timed_generate(model, padded, new):
 PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "indexer.wq_b", "indexer.wk")
 
 
-def make_model(vocabulary, topk, narrow=False):
-    """`narrow`: with the sizes that caches of 8 bits have, DeepSeek-V3.2's own."""
-    latent, rope, index = (512, 64, 128) if narrow else (64, 16, 32)
+def make_model(vocabulary, topk, quantized=False):
+    """`quantized`: with the sizes that caches of 8 bits have, DeepSeek-V3.2's own."""
+    latent, rope, index = (512, 64, 128) if quantized else (64, 16, 32)
     config = DeepseekV32Config(
         vocab_size=vocabulary,
         hidden_size=128,
@@ -239,9 +239,9 @@ def run(model, tokenizer, options):
     new, layers = options.new_tokens, model.config.num_hidden_layers
     roundings = ROUNDINGS * layers
     # of 8 bits: the layer's input and the query latent; the latents in the cache
-    of_weights, of_caches = (EIGHT_BITS[kind] for kind in (options.weights, options.caches))
-    eight_bits = layers * (2 * of_weights**2 + of_caches**2)
-    more = 2 if eight_bits else 5 / 4
+    of_weights, of_caches = (QUANTIZATION[kind] for kind in (options.weights, options.caches))
+    quantization = layers * (2 * of_weights**2 + of_caches**2)
+    more = 2 if quantization else 5 / 4
     padded, lengths = make_prompts(tokenizer, options.batch, options.context - new)
     padded, lengths = padded.to(model.device), lengths.to(model.device)
     prompts = padded["input_ids"]
@@ -265,7 +265,7 @@ def run(model, tokenizer, options):
     print(f"  {two}: {new - 1} tokens in {steps} steps, every third draft rejected")
     theirs = timed_generate(model, padded, new)
     same = theirs == tokens
-    if eight_bits:
+    if quantization:
         print(f"  generated tokens: {int(same.sum())} of {same.numel()} the unmodified model's")
     elif model.dtype == torch.float32:
         assert same.all(), f"{int((~same).sum())} of {same.numel()} generated tokens differ"
@@ -274,23 +274,23 @@ def run(model, tokenizer, options):
     # the logits of both ways to decode, against the unmodified model on the same tokens
     tokens, logits, selected = serve("recording the selection", generate, new, record=True)
     reference = reference_logits(model, prompts, lengths, tokens, selected, more)
-    check(one, logits, tokens, reference, roundings, eight_bits)
+    check(one, logits, tokens, reference, roundings, quantization)
     logits, _, selected = serve("recording the selection", verify_drafts, tokens, record=True)
     reference = reference_logits(model, prompts, lengths, tokens, selected, more)
-    check(two, logits, logits.argmax(-1), reference, roundings, eight_bits)
+    check(two, logits, logits.argmax(-1), reference, roundings, quantization)
     print_answers(tokenizer, prompts, tokens)
 
 
 def main():
-    options, device, dtypes, narrow = begin(__doc__)
+    options, device, dtypes, quantized = begin(__doc__)
     tokenizer = make_tokenizer()
     with torch.inference_mode():
         for dtype in dtypes:
-            model: Any = make_model(len(tokenizer), topk=options.context // 4, narrow=narrow)
+            model: Any = make_model(len(tokenizer), topk=options.context // 4, quantized=quantized)
             model = model.to(device, dtype)
             if options.weights != "bf16":
                 for layer in model.model.layers:
-                    quantise_weights(layer, PROJECTIONS, options.weights)
+                    quantize_weights(layer, PROJECTIONS, options.weights)
             run(model, tokenizer, options)
     print_backends()
 

@@ -28,13 +28,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from _agreement import EIGHT_BITS, check
+from _agreement import QUANTIZATION, check
 from _decoding import (
     announce,
     begin,
     generate,
     print_answers,
-    quantise_weights,
+    quantize_weights,
     timed,
     verify_drafts,
 )
@@ -65,7 +65,7 @@ class Server:
         # layers whose weights are of 8 bits have them beside what they stand for
         self.weights = [
             sparse_attention_v4_weights(
-                getattr(layer, "narrow", layer.self_attn), weight_format, model.dtype
+                getattr(layer, "quantized", layer.self_attn), weight_format, model.dtype
             )
             for layer in inner.layers
         ]
@@ -164,9 +164,9 @@ PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj")
 INDEX_PROJECTION = "compressor.indexer.q_b_proj"
 
 
-def make_model(vocabulary, topk, narrow=False):
-    """`narrow`: with the sizes that weights and caches of 8 bits have, DeepSeek-V4's own."""
-    size, index = (512, 128) if narrow else (64, 32)
+def make_model(vocabulary, topk, quantized=False):
+    """`quantized`: with the sizes that weights and caches of 8 bits have, DeepSeek-V4's own."""
+    size, index = (512, 128) if quantized else (64, 32)
     config = DeepseekV4Config(
         vocab_size=vocabulary,
         hidden_size=128,
@@ -174,7 +174,7 @@ def make_model(vocabulary, topk, narrow=False):
         num_hidden_layers=4,
         num_attention_heads=8,
         head_dim=size,
-        partial_rotary_factor=(64 if narrow else 16) / size,
+        partial_rotary_factor=(64 if quantized else 16) / size,
         q_lora_rank=64,
         layer_types=[
             "sliding_attention",
@@ -186,7 +186,7 @@ def make_model(vocabulary, topk, narrow=False):
         compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=16),
         sliding_window=16,
         o_groups=2,
-        o_lora_rank=128 if narrow else 64,
+        o_lora_rank=128 if quantized else 64,
         index_n_heads=16,
         index_head_dim=index,
         index_topk=topk,
@@ -215,8 +215,8 @@ def run(model, tokenizer, options):
     new, layers = options.new_tokens, model.config.num_hidden_layers
     roundings = ROUNDINGS * layers
     # of 8 bits: the layer's input, the query latent, the output and its ranks; what is in the cache
-    of_weights, of_caches = (EIGHT_BITS[kind] for kind in (options.weights, options.caches))
-    eight_bits = layers * (4 * of_weights**2 + of_caches**2)
+    of_weights, of_caches = (QUANTIZATION[kind] for kind in (options.weights, options.caches))
+    quantization = layers * (4 * of_weights**2 + of_caches**2)
     padded, lengths = make_prompts(tokenizer, options.batch, options.context - new)
     prompts, lengths = padded["input_ids"].to(model.device), lengths.to(model.device)
     announce(model, options, lengths, "entries")
@@ -234,31 +234,31 @@ def run(model, tokenizer, options):
     tokens, logits = serve(one, generate, new)
     drafted, steps = serve(two, verify_drafts, tokens)
     print(f"  {two}: {new - 1} tokens in {steps} steps, every third draft rejected")
-    if model.dtype == torch.float32 and not eight_bits:
+    if model.dtype == torch.float32 and not quantization:
         same = timed_generate(model, prompts, lengths, new) == tokens
         assert same.all(), f"{int((~same).sum())} of {same.numel()} generated tokens differ"
         print(f"  generated tokens: all {same.numel()} equal to the unmodified model's")
 
     # the logits of both ways to decode, against the unmodified model on the same tokens
     reference = reference_logits(model, prompts, lengths, tokens)
-    check(one, logits, tokens, reference, roundings, eight_bits)
-    check(two, drafted, drafted.argmax(-1), reference, roundings, eight_bits)
+    check(one, logits, tokens, reference, roundings, quantization)
+    check(two, drafted, drafted.argmax(-1), reference, roundings, quantization)
     print_answers(tokenizer, prompts, tokens)
 
 
 def main():
-    options, device, dtypes, narrow = begin(__doc__)
+    options, device, dtypes, quantized = begin(__doc__)
     tokenizer = make_tokenizer()
     entries = options.context // 4
     with torch.inference_mode():
         for dtype in dtypes:
-            topk = entries // 4 if dtype == torch.float32 and not narrow else entries
-            model = make_model(len(tokenizer), topk, narrow=narrow).to(device, dtype)
+            topk = entries // 4 if dtype == torch.float32 and not quantized else entries
+            model = make_model(len(tokenizer), topk, quantized=quantized).to(device, dtype)
             if options.weights != "bf16":
                 for layer in model.model.layers:
                     has_indexer = hasattr(layer.self_attn.compressor, "indexer")
                     names = (*PROJECTIONS, *[INDEX_PROJECTION] * has_indexer)
-                    quantise_weights(layer, names, options.weights)
+                    quantize_weights(layer, names, options.weights)
             run(model, tokenizer, options)
     print_backends()
 

@@ -3,7 +3,8 @@
 """Train a lightning indexer on the attention it should predict, as DeepSeek-V3.2 was trained.
 
 First over all keys (dense warm-up), then over the keys that the indexer itself selects, while the
-layer learns through sparse attention.  Its recall of the attention's true top keys rises.
+layer learns through sparse attention.  Its recall of the attention's true top keys rises.  On a GPU
+or an NPU the steps of a second are timed, beside those by plain PyTorch, which is the reference.
 """
 
 from _options import plotted
@@ -11,8 +12,11 @@ from _options import plotted
 if __name__ == "__main__":  # what is wrong is said before the imports, which take seconds
     plotted(__doc__)
 
+import time
+
 import torch
 from _device import choose_device
+from custom.dispatch.env import by_reference
 from torch import nn
 
 import custom
@@ -86,36 +90,46 @@ def recall(layer, x, inputs):
     return ((chosen & truth).sum() / truth.sum()).item()
 
 
-def train(device, dtype):
-    """The loss and the recall of every step."""
+def start(device, dtype):
+    """The layer, its optimizer, its input and what it should answer."""
     torch.manual_seed(0)
     layer = Layer(dtype).to(device)
-    x = torch.randn(B, S, H).to(device)
-    wanted = torch.randn(B, S, H).to(device) / 4
     slow = [*layer.query.parameters(), *layer.key.parameters()]
     fast = [p for p in layer.parameters() if all(p is not q for q in slow)]
     optimizer = torch.optim.Adam([{"params": slow, "lr": 1e-4}, {"params": fast, "lr": 3e-3}])
+    return layer, optimizer, torch.randn(B, S, H).to(device), torch.randn(B, S, H).to(device) / 4
+
+
+def advance(layer, optimizer, x, wanted, sparse):
+    """One step; the loss of the indexer, and what attention is given."""
+    inputs = layer.attention_inputs(x)
+    query, key, query_rope, key_rope = (part.detach() for part in inputs)
+    indices, score = layer.select(x, TOP if sparse else S)
+    loss = custom.compute_index_loss_sparse(
+        query.transpose(1, 2),
+        key[:, :, 0],
+        score[:, :, 0],
+        indices[:, :, 0],
+        SCALE,
+        reduction="mean",
+        query_rope=query_rope.transpose(1, 2),
+        key_rope=key_rope[:, :, 0],
+    )
+    total = loss
+    if sparse:  # the layer itself learns through the sparse attention
+        total = loss + (layer.attend(*inputs, indices) - wanted).square().mean()
+    optimizer.zero_grad()
+    total.backward()
+    optimizer.step()
+    return loss, inputs
+
+
+def train(device, dtype):
+    """The loss and the recall of every step."""
+    layer, optimizer, x, wanted = start(device, dtype)
     losses, recalls = [], []
     for step in range(STEPS):
-        inputs = layer.attention_inputs(x)
-        query, key, query_rope, key_rope = (part.detach() for part in inputs)
-        indices, score = layer.select(x, S if step < WARM_UP else TOP)
-        loss = custom.compute_index_loss_sparse(
-            query.transpose(1, 2),
-            key[:, :, 0],
-            score[:, :, 0],
-            indices[:, :, 0],
-            SCALE,
-            reduction="mean",
-            query_rope=query_rope.transpose(1, 2),
-            key_rope=key_rope[:, :, 0],
-        )
-        total = loss
-        if step >= WARM_UP:  # the layer itself learns through the sparse attention
-            total = loss + (layer.attend(*inputs, indices) - wanted).square().mean()
-        optimizer.zero_grad()
-        total.backward()
-        optimizer.step()
+        loss, inputs = advance(layer, optimizer, x, wanted, step >= WARM_UP)
         losses.append(loss.item())
         with torch.no_grad():
             recalls.append(recall(layer, x, inputs))
@@ -123,6 +137,19 @@ def train(device, dtype):
             print(f"step {step:3d}  loss {losses[-1]:.4f}  recall {recalls[-1]:6.1%}", end="  ")
             print("#" * round(40 * recalls[-1]))
     return losses, recalls
+
+
+def rate(device, dtype, sparse):
+    """Steps in a second."""
+    given = start(device, dtype)
+    for _ in range(2):  # the first ones compile
+        loss, _ = advance(*given, sparse)
+    loss.item()  # waits for the device
+    began = time.perf_counter()
+    for _ in range(20):
+        loss, _ = advance(*given, sparse)
+    loss.item()
+    return 20 / (time.perf_counter() - began)
 
 
 def plot(path, losses, recalls, title):
@@ -150,7 +177,13 @@ def plot(path, losses, recalls, title):
 def main() -> None:
     options = plotted(__doc__)
     name = choose_device(options.device)
-    losses, recalls = train(name, torch.float32 if name == "cpu" else torch.bfloat16)
+    dtype = torch.float32 if name == "cpu" else torch.bfloat16
+    losses, recalls = train(name, dtype)
+    for what, sparse in (("warm-up", False), ("sparse", True)) if name != "cpu" else ():
+        ours = rate(name, dtype, sparse)
+        with by_reference():
+            plain = rate(name, dtype, sparse)
+        print(f"{what}: {ours:.1f} steps a second, {plain:.1f} by plain PyTorch")
     if options.plot:
         plot(options.plot, losses, recalls, f"A lightning indexer learns its attention ({name})")
     assert recalls[-1] > recalls[0] + 0.2, "the indexer has not learned"

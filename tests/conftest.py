@@ -241,15 +241,19 @@ def pytest_sessionfinish(session, exitstatus):
         return
     device = session.config.getoption("--device") or "cpu"
     where = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    today, there = datetime.date.today().isoformat(), Path(path)
+    earlier = json.loads(there.read_text()) if there.exists() else {}
+    kept = earlier["ops"] if earlier.get("hardware") == where else {}
+    ran = {
+        op: {"backend": ran_on, "tests": tests, "date": today}
+        for (op, ran_on), tests in sorted(_verified.items())
+        if ran_on == BACKEND_OF[device] and (op, ran_on) not in _doubted
+    }
+    doubted = {op for op, ran_on in filter(None, _doubted) if ran_on == BACKEND_OF[device]}
     record = {
         "device": device,
         "hardware": where,
-        "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
-        "ops": {
-            op: {"backend": ran_on, "tests": tests}
-            for (op, ran_on), tests in sorted(_verified.items())
-            if ran_on == BACKEND_OF[device] and (op, ran_on) not in _doubted
-        },
+        "ops": {op: x for op, x in sorted((kept | ran).items()) if op not in doubted},
     }
-    Path(path).write_text(json.dumps(record, indent=2) + "\n")
+    there.write_text(json.dumps(record, indent=2) + "\n")

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import quantise
+from ..common import quantize
 from ..runtime import launches
 
 ROWS = 16  # that a program takes
@@ -29,13 +29,13 @@ def _hadamard(x, out, rows, scale, x_row, ROWS: tl.constexpr, SIZE: tl.constexpr
     d = tl.arange(0, SIZE)
     valid = (row < rows)[:, None]
     tile = tl.load(x + row[:, None] * x_row + d[None, :], mask=valid, other=0.0)
-    tile = quantise.hadamard(tile.to(tl.float32), scale)
+    tile = quantize.hadamard(tile.to(tl.float32), scale)
     to = out + row[:, None] * SIZE + d[None, :]
     tl.store(to, tile.to(out.dtype.element_ty), mask=valid)
 
 
 def unsupported(x: Tensor, **_: Any) -> str | None:
-    return quantise.unsupported(x=x)
+    return quantize.unsupported(x=x)
 
 
 def forward(x: Tensor, scale: float) -> Tensor:

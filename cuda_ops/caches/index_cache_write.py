@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Index keys [T, 128], quantised, to their slots in values [pages, P, 1, 128] and scales.
+"""Index keys [T, 128], quantized, to their slots in values [pages, P, 1, 128] and scales.
 
 A program takes 8 rows; one whose slot does not exist is not written.
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...dispatch.ops.caches.index_cache_write import Arguments
-from ..common import quantise
+from ..common import quantize
 from ..runtime import launches
 
 ROWS = 8  # that a program takes
@@ -52,19 +52,19 @@ def _write(
     slot = tl.load(slots + row, mask=row < rows, other=-1).to(tl.int64)
     valid = (slot >= 0) & (slot < total)
     x = tl.load(k + row[:, None] * k_row + d[None, :], mask=valid[:, None], other=0.0)
-    x = quantise.rotated(x.to(tl.float32), C.HADAMARD, C.BF16)
-    x, scale = quantise.of_floats(x, 1.0, C.KIND, C.UE8M0)
+    x = quantize.rotated(x.to(tl.float32), C.HADAMARD, C.BF16)
+    x, scale = quantize.of_floats(x, 1.0, C.KIND, C.UE8M0)
     slot = tl.where(valid, slot, 0)
     outer = slot // page
     inner = slot % page
     to = values + (outer * values_page + inner * C.SIZE)[:, None] + d[None, :]
     tl.store(to, x, mask=valid[:, None])
-    scale = quantise.stored(scale, scales.dtype.element_ty)
+    scale = quantize.stored(scale, scales.dtype.element_ty)
     tl.store(scales + outer * scales_page + inner, scale, mask=valid)
 
 
 def unsupported(k: Tensor, **_: Any) -> str | None:
-    return quantise.unsupported(k=k)
+    return quantize.unsupported(k=k)
 
 
 def forward(**x: Unpack[Arguments]) -> None:
@@ -74,7 +74,7 @@ def forward(**x: Unpack[Arguments]) -> None:
     pages, page = values.shape[:2]
     launches.kernel(_write, triton.cdiv(k.shape[0], ROWS))(
         k,
-        quantise.in_bytes(values),
+        quantize.as_bytes(values),
         x["scales"],
         x["slots"],
         k.shape[0],
@@ -84,7 +84,7 @@ def forward(**x: Unpack[Arguments]) -> None:
         values.stride(0),
         x["scales"].stride(0),
         C=Constants(
-            KIND=quantise.kind_of(x["kind"]),
+            KIND=quantize.kind_of(x["kind"]),
             UE8M0=x["scale_format"] == "ue8m0",
             HADAMARD=x["index_hadamard"],
             BF16=x["hadamard_round"] == "bf16",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Latents [T, 512], quantised by tiles of 128, and rotary keys [T, 64] to rows of 656 bytes, or
+"""Latents [T, 512], quantized by tiles of 128, and rotary keys [T, 64] to rows of 656 bytes, or
 none to rows of 528; or
 [T, 448] by tiles of 64, and rotary channels, to the pages of row_layout "v4".
 
@@ -22,9 +22,9 @@ import triton.language as tl
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...dispatch.common import quantised
+from ...dispatch.common import quantized
 from ...dispatch.ops.caches.latent_cache_write import Arguments
-from ..common import gpu, handover, quantise
+from ..common import gpu, handover, quantize
 from ..runtime import launches
 
 TILES = 8  # that a program takes: two tokens
@@ -75,7 +75,7 @@ def _write(
     fits = 1.0
     if C.ALPHA:
         fits = tl.load(alpha)
-    x, scale = quantise.of_floats(x.to(tl.float32), fits, C.KIND, C.UE8M0)
+    x, scale = quantize.of_floats(x.to(tl.float32), fits, C.KIND, C.UE8M0)
     to = values + (outer * values_page + inner * values_row)[:, None] + d
     tl.store(to, x, mask=valid[:, None])
     tl.store(scales + outer * scales_page + inner * scales_row + tile, scale, mask=valid)
@@ -119,13 +119,13 @@ def _write_v4(
     slot = tl.where(valid, slot, 0)
     outer = slot // page
     inner = slot % page
-    quantised = (valid & (tile < OF_ROW - 1))[:, None]
+    quantized = (valid & (tile < OF_ROW - 1))[:, None]
     rotary = (valid & (tile == OF_ROW - 1))[:, None]
     column = tile[:, None] * SIZE + d
-    x = tl.load(ckv + token[:, None] * ckv_row + column, mask=quantised, other=0.0)
-    x, scale = quantise.of_floats(quantise.bf16_rounded(x.to(tl.float32)), 1.0, quantise.FP8, True)
+    x = tl.load(ckv + token[:, None] * ckv_row + column, mask=quantized, other=0.0)
+    x, scale = quantize.of_floats(quantize.bf16_rounded(x.to(tl.float32)), 1.0, quantize.FP8, True)
     first = outer * page_bytes + inner * values_row
-    tl.store(values + first[:, None] + column, x, mask=quantised)
+    tl.store(values + first[:, None] + column, x, mask=quantized)
     exponent = tl.where(tile < OF_ROW - 1, scale.to(tl.int32, bitcast=True) >> 23, 0)
     to = scales + outer * page_bytes + inner * scales_row + tile
     tl.store(to, exponent.to(tl.uint8), mask=valid)
@@ -134,7 +134,7 @@ def _write_v4(
 
 
 def unsupported(ckv: Tensor, **_: Any) -> str | None:
-    return quantise.unsupported(ckv=ckv)
+    return quantize.unsupported(ckv=ckv)
 
 
 def forward(**x: Unpack[Arguments]) -> None:
@@ -142,9 +142,9 @@ def forward(**x: Unpack[Arguments]) -> None:
     if ckv.shape[0] * rows.numel() == 0:
         return
     pages, page = rows.shape[:2]
-    if x["row_layout"] == quantised.V4:
-        values, rope, scales = quantised.v4_parts(rows)
-        tiles = ckv.shape[0] * quantised.V4_SCALES
+    if x["row_layout"] == quantized.V4:
+        values, rope, scales = quantized.v4_parts(rows)
+        tiles = ckv.shape[0] * quantized.V4_SCALES
         chained = gpu.has_chained_launch(ckv.device)
         launches.kernel(_write_v4, triton.cdiv(tiles, 2 * TILES))(
             ckv,
@@ -159,24 +159,24 @@ def forward(**x: Unpack[Arguments]) -> None:
             ckv.stride(0),
             k_rope.stride(0),
             rows.stride(0),
-            quantised.V4_DATA,
-            quantised.V4_SCALES,
+            quantized.V4_DATA,
+            quantized.V4_SCALES,
             TILES=2 * TILES,
-            OF_ROW=quantised.V4_SCALES,
-            SIZE=quantised.V4_TILE,
+            OF_ROW=quantized.V4_SCALES,
+            SIZE=quantized.V4_TILE,
             CHAINED=chained,
             num_warps=4,
             launch_pdl=chained,
         )
         return
-    parts = quantised.row_parts(rows, x["row_layout"], quantised.VALUES[x["kind"]], torch.int16)
+    parts = quantized.row_parts(rows, x["row_layout"], quantized.VALUES[x["kind"]], torch.int16)
     values, rope, scales = parts
-    of_row = quantised.LATENT // quantised.TILE
+    of_row = quantized.LATENT // quantized.TILE
     tiles = ckv.shape[0] * of_row
     launches.kernel(_write, triton.cdiv(tiles, TILES))(
         ckv,
         k_rope.view(torch.int16),
-        quantise.in_bytes(values),
+        quantize.as_bytes(values),
         rope,
         scales,
         x["slots"],
@@ -190,12 +190,12 @@ def forward(**x: Unpack[Arguments]) -> None:
         *rope.stride()[:2],
         *scales.stride()[:2],
         C=Constants(
-            KIND=quantise.kind_of(x["kind"]),
+            KIND=quantize.kind_of(x["kind"]),
             UE8M0=x["scale_format"] == "ue8m0",
             ALPHA=k_nope_clip_alpha is not None,
             TILES=TILES,
             OF_ROW=of_row,
-            SIZE=quantised.TILE,
+            SIZE=quantized.TILE,
             ROTARY=x["rope_head_dim"],
         ),
         num_warps=4,

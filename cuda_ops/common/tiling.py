@@ -126,8 +126,8 @@ def whole_depth(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> 
     return Tiling(tile, 64, k, 1, stages, 4)
 
 
-def narrow(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> Tiling:
-    """For quantised_matmul.py, whose steps are blocks of 128 numbers of 8 bits."""
+def quantized(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> Tiling:
+    """For quantized_matmul.py, whose steps are blocks of 128 numbers of 8 bits."""
     if tokens <= 64:
         tile, columns, stages, warps, swap = max(16, power_of_two(tokens)), 64, 4, 4, True
     else:
@@ -136,8 +136,8 @@ def narrow(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> Tilin
     return Tiling(tile, columns, 128, runs, stages, warps, swap)
 
 
-def eight_bits(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> Tiling:
-    """For hopper/quantised_matmul.py: as in hopper, what programs ask for first fills shared
+def hopper_quantized(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> Tiling:
+    """For hopper/quantized_matmul.py: as in hopper, what programs ask for first fills shared
     memory."""
     swap = tokens <= 32
     tile, columns = (max(8, power_of_two(tokens)), 64) if swap else (64, 64)

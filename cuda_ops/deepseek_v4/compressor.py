@@ -36,16 +36,16 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from typing_extensions import Unpack
 
-from ...dispatch.common import compressed, memory, quantised
+from ...dispatch.common import compressed, memory, quantized
 from ...dispatch.ops.deepseek_v4.compressor import Arguments
-from ..common import gpu, quantise, rows
+from ..common import gpu, quantize, rows
 from ..common.tiling import power_of_two
 from ..prolog import nz_matmul
 from ..runtime import launches
 
 BLOCK = 128  # channels of a program that pools
 WIDE = 1024  # numbers of a program that keeps states
-V4 = tl.constexpr(4)  # beside the kinds of quantise.py: rows of 584 bytes
+V4 = tl.constexpr(4)  # beside the kinds of quantize.py: rows of 584 bytes
 MOST_REQUESTS, MOST_CHANNELS = 2**14, 2**12
 FEW, NARROW = 8, 2**10  # tokens of a request, and channels, of which a step has all
 MANY = 2**14  # numbers of a request's history, each with its logit, that many programs read
@@ -382,7 +382,7 @@ def _store(y, row, number, entry, there, to, C: tl.constexpr, E: tl.constexpr):
     y = tl.reshape(y, [1, E.BLOCK_D])
     h = y
     if E.HADAMARD:
-        h = quantise.hadamard(y, E.SCALE, E.ROUNDS)
+        h = quantize.hadamard(y, E.SCALE, E.ROUNDS)
     column = d[None, :]
     if E.OUT:
         tl.store(to.out + at + column, h.to(to.out.dtype.element_ty), mask=column < C.D)
@@ -391,8 +391,8 @@ def _store(y, row, number, entry, there, to, C: tl.constexpr, E: tl.constexpr):
         if E.KIND == V4:
             # tiles of 64, the last of them rotary channels in bfloat16
             tile = tl.arange(0, 8)
-            y = quantise.bf16_rounded(tl.reshape(h, [8, 64]))
-            code, by = quantise.of_floats(y, 1.0, quantise.FP8, True)
+            y = quantize.bf16_rounded(tl.reshape(h, [8, 64]))
+            code, by = quantize.of_floats(y, 1.0, quantize.FP8, True)
             lane = tl.arange(0, 64)[None, :]
             place = to.cache + entry * to.cache_page + inner * 576
             tl.store(place + tile[:, None] * 64 + lane, code, mask=there & (tile < 7)[:, None])
@@ -405,15 +405,15 @@ def _store(y, row, number, entry, there, to, C: tl.constexpr, E: tl.constexpr):
             place = to.channels + entry * to.channels_page + inner * 288
             place += (tile[:, None] - 7) * 64 + lane
             tl.store(place, y.to(to.channels.dtype.element_ty), mask=there & (tile == 7)[:, None])
-        elif E.KIND == quantise.PLAIN:
+        elif E.KIND == quantize.PLAIN:
             place = to.cache + entry * to.cache_page + inner * C.D + column
             tl.store(place, h.to(to.cache.dtype.element_ty), mask=there & (column < C.D))
         else:
-            y = quantise.rotated(y, E.HADAMARD, E.BF16)
-            y, by = quantise.of_floats(y, 1.0, E.KIND, True)
+            y = quantize.rotated(y, E.HADAMARD, E.BF16)
+            y, by = quantize.of_floats(y, 1.0, E.KIND, True)
             place = to.cache + entry * to.cache_page + inner * C.D + column
             tl.store(place, y, mask=there & (column < C.D))
-            by = quantise.stored(by, to.scales.dtype.element_ty)
+            by = quantize.stored(by, to.scales.dtype.element_ty)
             lane = tl.arange(0, 1)
             place = to.scales + entry * to.scales_page + inner + lane
             tl.store(place, by, mask=there & (lane == 0))
@@ -936,7 +936,7 @@ def ending(a: Mapping[str, Any], size: int, **more: Any) -> Ending:
     pairs = a["rotary_mode"] == compressed.PAIRS
     full = rope_sin is not None and rope_sin.shape[-1] == rotary
     first = a.get("rope_slice") == compressed.FIRST
-    given = dict(OUT=True, CACHE=False, KIND=quantise.PLAIN.value, BF16=False)
+    given = dict(OUT=True, CACHE=False, KIND=quantize.PLAIN.value, BF16=False)
     return Ending(
         BLOCK_D=power_of_two(size),
         NORMED=a["norm_weight"] is not None,
@@ -1016,17 +1016,17 @@ def _stored(a: Arguments) -> _Stored:
     out = memory.empty((*shape, size) if a["return_cmp_kv"] else (0,), x.dtype, x.device)
     how = dict(CACHE=cmp_cache is not None and cmp_cache.numel() > 0, OUT=a["return_cmp_kv"])
     values, scales, channels = cmp_cache, a["cmp_scale_cache"], None
-    if cmp_cache is not None and kind == "fp8" and size == quantised.V4_WIDTH:
-        values, channels, scales = quantised.v4_parts(cmp_cache)
-        values = quantise.in_bytes(values)
+    if cmp_cache is not None and kind == "fp8" and size == quantized.V4_WIDTH:
+        values, channels, scales = quantized.v4_parts(cmp_cache)
+        values = quantize.as_bytes(values)
         how |= dict(KIND=V4.value)
     elif cmp_cache is not None and kind != "none":
         if scales is None:
-            values, scales = quantised.index_cache_views(cmp_cache, kind)
+            values, scales = quantized.index_cache_views(cmp_cache, kind)
         else:
-            values = cmp_cache.view(quantised.VALUES[kind])
-        values = quantise.in_bytes(values)
-        how |= dict(KIND=quantise.kind_of(kind), BF16=a["hadamard_round"] == "bf16")
+            values = cmp_cache.view(quantized.VALUES[kind])
+        values = quantize.as_bytes(values)
+        how |= dict(KIND=quantize.kind_of(kind), BF16=a["hadamard_round"] == "bf16")
     return _Stored(out, values, scales, channels, ending(a, size, **how))
 
 

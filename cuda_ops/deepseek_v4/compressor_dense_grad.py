@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import compressed, memory
 from ...dispatch.ops.deepseek_v4.compressor_dense_grad import Arguments
-from ..common import quantise
+from ..common import quantize
 from ..common.tiling import power_of_two
 from ..runtime import launches
 from .compressor import (
@@ -75,7 +75,7 @@ def _entry(
     g = tl.load(d_out + row.to(tl.int64) * d_row + d, mask=mask, other=0.0).to(tl.float32)
     if E.HADAMARD:
         g = tl.reshape(g, [1, E.BLOCK_D])
-        g = tl.reshape(quantise.hadamard(g, E.SCALE, E.ROUNDS), [E.BLOCK_D])
+        g = tl.reshape(quantize.hadamard(g, E.SCALE, E.ROUNDS), [E.BLOCK_D])
     if E.DR > 0:
         rotated, first, other, angle = partners(d, C.D, E)
         angle += row.to(tl.int64) * angle_row

@@ -8,16 +8,16 @@ those from there and the others from the heads.  Few tokens: products are cut al
 `_added` adds up the runs in order.  The floor is the weights, once.
 
     condition                           kernels
-    weights of 8 bits                   _turned, prolog/quantised_matmul.py then _added,
-                                        prolog/quantised_stages.py then _added
+    weights of 8 bits                   _turned, prolog/quantized_matmul.py then _added,
+                                        prolog/quantized_stages.py then _added
     D in 64s, of which 64 are turned    _last, prolog/nz_matmul.py then _added,
-                                        prolog/quantised_stages.py then _added
+                                        prolog/quantized_stages.py then _added
     no rotation                         prolog/nz_matmul.py then _added,
-                                        prolog/quantised_stages.py then _added
+                                        prolog/quantized_stages.py then _added
     else                                _turned, prolog/nz_matmul.py then _added,
-                                        prolog/quantised_stages.py then _added
+                                        prolog/quantized_stages.py then _added
 
-Fp8 whose blocks of 128 are parts of heads: `_turned` and the first `_added` quantise as well; of
+Fp8 whose blocks of 128 are parts of heads: `_turned` and the first `_added` quantize as well; of
 many tokens on Hopper the first product does so itself, and no `_added` runs.
 
 `turned_back`, of the whole layer without its projection:
@@ -37,14 +37,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from typing_extensions import Unpack
 
-from ...dispatch.common import memory, nz, quantised
+from ...dispatch.common import memory, nz, quantized
 from ...dispatch.ops.deepseek_v4.grouped_o_proj_pto import Arguments
-from ..common import gpu, handover, quantise
+from ..common import gpu, handover, quantize
 from ..common.tiling import TURNED, cdiv, power_of_two
-from ..prolog import nz_matmul, quantised_matmul
+from ..prolog import nz_matmul, quantized_matmul
 from ..prolog import stages as prolog
-from ..prolog.quantised_matmul import Rows, Weight
-from ..prolog.quantised_stages import products
+from ..prolog.quantized_matmul import Rows, Weight
+from ..prolog.quantized_stages import products
 from ..prolog.stages import run_sum
 from ..runtime import launches
 
@@ -65,21 +65,21 @@ def _added(
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """KIND: of out, which is quantised in blocks of 128 numbers once they are rounded."""
+    """KIND: of out, which is quantized in blocks of 128 numbers once they are rounded."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
     acc = run_sum(partial + at, tl.cast(size, tl.int64), at < size, RUNS)
-    if KIND == quantise.PLAIN:
+    if KIND == quantize.PLAIN:
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=at < size)
     else:
-        TILES: tl.constexpr = BLOCK // quantised_matmul.BLOCK
+        TILES: tl.constexpr = BLOCK // quantized_matmul.BLOCK
         tiles = tl.reshape(acc.to(DTYPE).to(tl.float32), [TILES, BLOCK // TILES])
-        values, scale = quantise.of_floats(tiles, 1.0, KIND, True)
+        values, scale = quantize.of_floats(tiles, 1.0, KIND, True)
         tl.store(out + at, tl.reshape(values, [BLOCK]), mask=at < size)
         tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
-        tl.store(scales + tile, scale, mask=tile < size // quantised_matmul.BLOCK)
+        tl.store(scales + tile, scale, mask=tile < size // quantized_matmul.BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -129,7 +129,7 @@ def _turned(
     FIRST: tl.constexpr,
 ):
     """One program: heads of a token, turned back, into out [GROUPS, T, HEADS / GROUPS, D].  KIND:
-    of out, which is quantised in blocks of 128 dims of a power of two once they are rounded."""
+    of out, which is quantized in blocks of 128 dims of a power of two once they are rounded."""
     OF_GROUP: tl.constexpr = HEADS // GROUPS
     BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
     ODD: tl.constexpr = (D - DR) % 2  # pairs are of an odd dim and the next
@@ -159,13 +159,13 @@ def _turned(
     turned = tl.join(first * c + second * s, second * c - first * s)
     turned = tl.reshape(turned, [BLOCK, PAD])
     out_at = out + (to * D)[:, None] + j[None, :]
-    if KIND == quantise.PLAIN:
+    if KIND == quantize.PLAIN:
         tl.store(out_at, turned.to(out.dtype.element_ty), mask=mask)
     else:
-        TILES: tl.constexpr = D // quantised_matmul.BLOCK
+        TILES: tl.constexpr = D // quantized_matmul.BLOCK
         rounded = turned.to(x.dtype.element_ty).to(tl.float32)
         tiles = tl.reshape(rounded, [BLOCK * TILES, D // TILES])
-        values, scale = quantise.of_floats(tiles, 1.0, KIND, True)
+        values, scale = quantize.of_floats(tiles, 1.0, KIND, True)
         tl.store(out_at, tl.reshape(values, [BLOCK, D]), mask=mask)
         scale_at = scales + (to * TILES)[:, None] + tl.arange(0, TILES)[None, :]
         tl.store(scale_at, tl.reshape(scale, [BLOCK, TILES]), mask=there[:, None])
@@ -189,7 +189,7 @@ def _add(partial: Tensor, out: Tensor, scales: Tensor | None, dtype: torch.dtype
         scales,
         size,
         RUNS=partial.shape[0],
-        KIND=quantise.PLAIN.value if scales is None else quantise.FP8.value,
+        KIND=quantize.PLAIN.value if scales is None else quantize.FP8.value,
         DTYPE=WORKING[dtype],
         BLOCK=BLOCK,
         CHAINED=chained,
@@ -198,18 +198,18 @@ def _add(partial: Tensor, out: Tensor, scales: Tensor | None, dtype: torch.dtype
     )
 
 
-def _narrow_sum(partial: Tensor, dtype: torch.dtype) -> Rows:
-    """[runs, T, N] of a product, added up, rounded and quantised in blocks that divide N."""
+def _quantized_sum(partial: Tensor, dtype: torch.dtype) -> Rows:
+    """[runs, T, N] of a product, added up, rounded and quantized in blocks that divide N."""
     _, tokens, columns = partial.shape
     rows = _room(tokens, columns, partial.device)
-    _add(partial, quantise.in_bytes(rows.values), rows.scale, dtype)
+    _add(partial, quantize.as_bytes(rows.values), rows.scale, dtype)
     return rows
 
 
 def _room(tokens: int, depth: int, device: torch.device) -> Rows:
     """For values and scales of blocks that divide `depth`."""
     values = memory.empty((tokens, depth), torch.float8_e4m3fn, device)
-    tiles = depth // quantised.TILE
+    tiles = depth // quantized.TILE
     return Rows(values, memory.empty((tokens, tiles), torch.float32, device))
 
 
@@ -225,17 +225,17 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
         return memory.empty((*front, hidden), dtype, attn_out.device)
     sin, cos, scale = a["rope_sin"], a["rope_cos"], a["dequant_scale_w_o_a"]
     of_hidden = Weight(a["w_o_b"], hidden, a["dequant_scale_w_o_b"])
-    kind = quantised.kind_of(of_hidden.values.dtype)
-    narrow = kind == "fp8" and len(w_o_a) * ranks % quantised.TILE == 0
+    kind = quantized.kind_of(of_hidden.values.dtype)
+    quantizes = kind == "fp8" and len(w_o_a) * ranks % quantized.TILE == 0
     y: Tensor | Rows
     if scale is None:
         y = _groups(attn_out, w_o_a, weight_format, sin, cos, ranks)
     else:
         weight = Weight(w_o_a, ranks, scale)
-        y = _narrow_groups(attn_out, weight, weight_format, sin, cos, narrow)
+        y = _quantized_groups(attn_out, weight, weight_format, sin, cos, quantizes)
     rows = {}
-    if narrow:
-        y = y if isinstance(y, Rows) else _narrow_sum(y, dtype)
+    if quantizes:
+        y = y if isinstance(y, Rows) else _quantized_sum(y, dtype)
         rows[of_hidden.values.dtype] = y
         x = y.values
     else:
@@ -266,27 +266,27 @@ def _groups(
     )
 
 
-def _narrow_groups(
-    attn_out: Tensor, w: Weight, weight_format: str, sin: Tensor, cos: Tensor, narrow: bool
+def _quantized_groups(
+    attn_out: Tensor, w: Weight, weight_format: str, sin: Tensor, cos: Tensor, quantizes: bool
 ) -> Tensor | Rows:
-    """The same, quantised, by a weight of 8 bits for each group.  `narrow`: the sums are to be
-    quantised, and already are where the product itself does it."""
-    kind = quantised.kind_of(w.values.dtype)
+    """The same, quantized, by a weight of 8 bits for each group.  `quantizes`: the sums are to be
+    quantized, and already are where the product itself does it."""
+    kind = quantized.kind_of(w.values.dtype)
     assert kind is not None  # the check said so
     groups, size = w.values.shape[0], attn_out.shape[-1]
-    if kind == "fp8" and size % quantised.TILE == 0 and size == power_of_two(size):
+    if kind == "fp8" and size % quantized.TILE == 0 and size == power_of_two(size):
         tokens = attn_out.shape[0] * attn_out.shape[1]
         depth = attn_out.shape[2] // groups * size
         rows = _room(groups * tokens, depth, attn_out.device)
-        _turn(attn_out, sin, cos, quantise.in_bytes(rows.values), rows.scale, groups, first=True)
+        _turn(attn_out, sin, cos, quantize.as_bytes(rows.values), rows.scale, groups, first=True)
     else:
         x = _turned_back(attn_out, sin, cos, groups, first=True)
-        [rows] = quantised_matmul.activations([(x.flatten(0, 1), None)], kind, "ue8m0")
+        [rows] = quantized_matmul.activations([(x.flatten(0, 1), None)], kind, "ue8m0")
     form, dtype = Weight(w.values[0], w.size, w.scale).form(weight_format), attn_out.dtype
-    whole = narrow and w.size % quantised.TILE == 0
-    if whole and quantised_matmul.is_prompt(rows, w, form, dtype, groups):
-        return quantised_matmul.narrow_product(rows, w, dtype, groups=groups)
-    return quantised_matmul.product(rows, [w], form, dtype, groups=groups)
+    whole = quantizes and w.size % quantized.TILE == 0
+    if whole and quantized_matmul.is_prompt(rows, w, form, dtype, groups):
+        return quantized_matmul.quantized_product(rows, w, dtype, groups=groups)
+    return quantized_matmul.product(rows, [w], form, dtype, groups=groups)
 
 
 def turned_back(attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor) -> Tensor:
@@ -331,7 +331,7 @@ def _turn(
         D=size,
         DR=sin.shape[-1],
         GROUPS=groups,
-        KIND=quantise.PLAIN.value if scales is None else quantise.to_write(attn_out.device),
+        KIND=quantize.PLAIN.value if scales is None else quantize.to_write(attn_out.device),
         BLOCK=block,
         CHAINED=chained,
         FIRST=first,

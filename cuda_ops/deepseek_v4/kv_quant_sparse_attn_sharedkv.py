@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch.common import quantised
+from ...dispatch.common import quantized
 from . import sparse_attn_sharedkv
 
 
@@ -39,5 +39,5 @@ def forward(
 def _parts(rows: Tensor | None) -> sparse_attn_sharedkv.Rows:
     if rows is None:
         return None, None, None
-    values, rotary, scales = quantised.v4_parts(rows)
+    values, rotary, scales = quantized.v4_parts(rows)
     return values[:, :, None], rotary[:, :, None], scales[:, :, None]

@@ -5,12 +5,12 @@ asks with; see dispatch/reference/deepseek_v4/sharedkv_prolog_pto.py.
 
 Four launches, each beginning while the one before it ends: all products of x; norms, rotation and
 the rows' places, a program a token and output; both products of c; norms and rotation of heads.
-Weights of 8 bits add one ahead of each pair of products, which quantises, and one for what is left.
+Weights of 8 bits add one ahead of each pair of products, which quantizes, and one for what is left.
 
     condition        kernels
-    kv_kind "fp8"    prolog/quantised_stages.py then _tokens, caches/latent_cache_write.py,
-                     prolog/quantised_stages.py then _heads
-    else             prolog/quantised_stages.py then _tokens, prolog/quantised_stages.py then _heads
+    kv_kind "fp8"    prolog/quantized_stages.py then _tokens, caches/latent_cache_write.py,
+                     prolog/quantized_stages.py then _heads
+    else             prolog/quantized_stages.py then _tokens, prolog/quantized_stages.py then _heads
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from typing_extensions import Unpack
 
-from ...dispatch.common import memory, nz, quantised
+from ...dispatch.common import memory, nz, quantized
 from ...dispatch.ops.deepseek_v4.sharedkv_prolog_pto import Arguments
 from ..caches import latent_cache_write
-from ..common import gpu, quantise
+from ..common import gpu, quantize
 from ..common.tiling import cdiv, power_of_two
-from ..prolog import quantised_stages
+from ..prolog import quantized_stages
 from ..prolog import stages as prolog
-from ..prolog.quantised_matmul import Weight
+from ..prolog.quantized_matmul import Weight
 from ..prolog.stages import rms_normed, run_sum, weights_of
 from ..runtime import launches
 from .last_rotation import angles, other_of, standing
@@ -120,7 +120,7 @@ def _tokens(
         inner = position % C.PAGE
         if C.LATER:
             tl.store(slots + token, tl.where(written, page * C.PAGE + inner, -1))
-            row = quantise.bf16_rounded(row).to(tl.bfloat16)
+            row = quantize.bf16_rounded(row).to(tl.bfloat16)
             tl.store(ori_kv + token * C.D + j, row, mask=mask)
         else:
             to = ori_kv + tl.where(written, page, 0) * page_step + inner * C.D + j
@@ -170,7 +170,7 @@ def _store_heads(
         v *= scale
     turned = u * c[None, :] + v * s[None, :]
     if HADAMARD:
-        turned = quantise.rotated(turned.to(dtype).to(tl.float32), True, BF16)
+        turned = quantize.rotated(turned.to(dtype).to(tl.float32), True, BF16)
     tl.store(out + at + j[None, :], tl.where(present, turned, 0.0).to(dtype), mask=mask)
 
 
@@ -298,7 +298,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return query, query_norm, query_index, weights
     chained = gpu.has_chained_launch(device)
     used = act_seqs if seqused is None else seqused
-    down, row_sums, *proj = quantised_stages.products(
+    down, row_sums, *proj = quantized_stages.products(
         token_x.view(tokens, hidden), {}, first, weight_format, "ue8m0", dtype, first=True
     )
     of_heads = proj[0] if proj else down
@@ -347,18 +347,18 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         launch_pdl=chained,
     )
     if later:
-        values = quantised.V4_VALUES
+        values = quantized.V4_VALUES
         latent_cache_write.forward(
             ckv=rows[:, :values],
             k_rope=rows[:, values:],
             rows=ori_kv,
             slots=slots,
             kind="fp8",
-            row_layout=quantised.V4,
+            row_layout=quantized.V4,
             scale_format="ue8m0",
             k_nope_clip_alpha=None,
         )
-    q, *index = quantised_stages.products(
+    q, *index = quantized_stages.products(
         query_norm.view(tokens, ranks), {}, second, weight_format, "ue8m0", dtype
     )
     of_index = index[0] if index else q

@@ -30,14 +30,14 @@ from torch import Tensor
 
 from ...dispatch.common import memory, quantised
 from ...dispatch.common.sharedkv import scale_of
-from ..common import gpu, quantise, sharedkv, softmax
+from ..common import gpu, quantize, sharedkv, softmax
 from ..common.combine import Parts, combine, is_chained
 from ..common.log2 import LN2, LOG2E
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from ..sparse_attention import sparse_flash_attention
 from ..sparse_attention.sparse_flash_attention import LOWEST
-from .hopper import kv_quant_sparse_attn_sharedkv as of_8_bits
+from .hopper import kv_quant_sparse_attn_sharedkv as kv_quantized
 from .hopper import sparse_attn_sharedkv as hopper
 from .hopper import sparse_attn_sharedkv_decode as decode
 
@@ -97,7 +97,7 @@ def _scaled(
     out = tl.full([valid.shape[0], C.BLOCK_D], 0.0, dtype)
     if C.BRANCH or some > 0:
         scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        wide = quantise.to_float16(x, C.KIND).to(tl.float32) * scale
+        wide = quantize.to_float16(x, C.KIND).to(tl.float32) * scale
         out = tl.where(nope, wide, turned.to(tl.float32)).to(dtype)
     return out
 
@@ -210,14 +210,14 @@ def _attend(
             size = tl.where(is_near, ori_size, cmp_size)
             key_o = tl.where(is_near, ori_o, cmp_o)
             key_i = tl.where(is_near, ori_i, cmp_i)
-            if C.KIND != quantise.PLAIN:
+            if C.KIND != quantize.PLAIN:
                 rotary = tl.where(is_near, ori_rotary, cmp_rotary)
                 rotary_o = tl.where(is_near, ori_rotary_o, cmp_rotary_o)
                 scales = tl.where(is_near, ori_scales, cmp_scales)
                 scale_o = tl.where(is_near, ori_scale_o, cmp_scale_o)
         outer = (slot // size).to(tl.int64)
         inner = (slot % size).to(tl.int64)
-        if C.KIND == quantise.PLAIN:
+        if C.KIND == quantize.PLAIN:
             k_rows = keys + (outer * key_o + inner * key_i)[:, None] + d[None, :]
             k_tile = tl.load(k_rows, mask=valid[:, None] & (d < C.D)[None, :], other=0.0)
         else:
@@ -304,12 +304,12 @@ def attend(
 ) -> Pair:
     """(out, lse) over rows (values, rotary channels, scales): floats alone, or of 8 bits."""
     heads, size = q.shape[-2:]
-    device, kind, nope = q.device, quantise.PLAIN.value, size
+    device, kind, nope = q.device, quantize.PLAIN.value, size
     values, cmp_values = ori[0], cmp[0]
     if ori[2] is not None:
         nope = values.shape[-1]
-        values, kind = quantise.to_read(values)
-        cmp_values = None if cmp_values is None else quantise.to_read(cmp_values)[0]
+        values, kind = quantize.to_read(values)
+        cmp_values = None if cmp_values is None else quantize.to_read(cmp_values)[0]
     out = memory.empty(q.shape, q.dtype, device)
     shape = (*q.shape[:-3], 1, *q.shape[-3:-1]) if return_softmax_lse else (0,)
     lse = memory.empty(shape, torch.float32, device)
@@ -320,7 +320,7 @@ def attend(
     scale_log2 = scale_of(softmax_scale, size) * LOG2E.value
     rows = (arguments["ori_kv"], arguments["cmp_kv"]) if kind else (values, cmp_values)
     call = sharedkv.Attention(flat, *rows, keys, sinks, out, lse, scale_log2)
-    kernel = of_8_bits if kind else hopper
+    kernel = kv_quantized if kind else hopper
     if kernel.supports(call):
         (decode if decode.supports(keys, heads, device) else kernel).launch(call)
         return out, lse

@@ -14,7 +14,7 @@ within a warp; the second takes the sum over heads, with keys as its rows for th
 given `softmax_lse` saves the first.  _loss_kernel normalises a row and takes its loss.
 
     condition                                        kernels
-    Hopper, up to 128 heads (32 and fewer: with      hopper/indexer_loss_narrow.py
+    Hopper, up to 128 heads (32 and fewer: with      hopper/indexer_loss_hdim256.py
       their lse), D 64, 128 or 256, no rope,
       K up to 4096, aligned rows
     Hopper, up to 128 heads (64 and fewer: with      _slots_kernel then hopper/indexer_loss.py then
@@ -50,7 +50,7 @@ from ..common.loss import (
 )
 from ..runtime import launches
 from .hopper import indexer_loss as hopper
-from .hopper import indexer_loss_narrow as narrow
+from .hopper import indexer_loss_hdim256 as hdim256
 
 
 @triton.jit
@@ -313,8 +313,8 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         return loss.zero_(), target
     D0, D1 = parts(D)
     DR = 0 if query_rope is None else query_rope.shape[-1]
-    if narrow.supports(query, key, query_rope, softmax_lse, K):
-        narrow.launch(
+    if hdim256.supports(query, key, query_rope, softmax_lse, K):
+        hdim256.launch(
             query,
             key,
             indices,

@@ -32,7 +32,7 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import memory
 from ...dispatch.ops.indexer.lightning_indexer import Arguments, Selection
-from ..common import gpu, quantise, rows
+from ..common import gpu, quantize, rows
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from . import topk
@@ -152,7 +152,7 @@ def _scores(
         mask=mask[:, None] & (d < C.D)[None, :],
         other=0.0,
     )
-    q_tile = quantise.multiplied(q_tile, C.KIND)
+    q_tile = quantize.multiplied(q_tile, C.KIND)
     weight = tl.load(weights + owner * w_row + h, mask=mask, other=0.0).to(tl.float32)
     if C.QUERY_SCALE:
         weight *= tl.load(query_scale + owner * qs_row + h * qs_head, mask=mask, other=0.0).to(
@@ -188,14 +188,14 @@ def _scores(
                 LAYOUT,
                 C.ONE_PAGE,
             )
-            k_tile = quantise.multiplied(k_tile, C.KIND)
+            k_tile = quantize.multiplied(k_tile, C.KIND)
             s = tl.dot(k_tile, q_tile.T, input_precision="ieee").to(tl.float32)
             s = tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
             if C.HEADS != C.BLOCK_H:
                 # the zeros of heads that are not there, times an infinite key, are NaN
                 s = tl.where((h < C.HEADS)[None, :], s, 0.0)
             score = tl.sum(tl.reshape(s, [C.BLOCK_N, C.ROWS, C.BLOCK_H]), 2)
-            if C.KIND != quantise.PLAIN:
+            if C.KIND != quantize.PLAIN:
                 scale, _ = _key_tile(
                     key_scale,
                     pos,
@@ -346,9 +346,9 @@ def scores_of(
     if indices.numel() == 0:
         empty = indices.new_empty((*query.shape[:-2], 1, sparse_count + int(x["select_tail"])))
         return Scored(empty, empty.to(values.dtype) if wanted else values, _nothing)
-    kind = quantise.PLAIN.value
+    kind = quantize.PLAIN.value
     if key_scale is not None:
-        (query, kind), (key, _) = quantise.to_read(query), quantise.to_read(key)
+        (query, kind), (key, _) = quantize.to_read(query), quantize.to_read(key)
     plan = rows.plan(
         query,
         key,
@@ -367,7 +367,7 @@ def scores_of(
     found = shape(per_request, heads, dim, device)
     assert found is not None
     shared, h_tile, d_tile, stages = found
-    if kind == quantise.INT8.value:
+    if kind == quantize.INT8.value:
         d_tile = max(32, d_tile)  # the least depth of a product of bytes
     score_row = cdiv(max_kv_len, topk.BLOCK) * topk.BLOCK
     chunk_rows = max(shared, min(plan.rows, CHUNK_BYTES // (4 * score_row) // shared * shared))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...dispatch.common import quantised
+from ...dispatch.common import quantized
 from ...dispatch.ops.indexer.quant_lightning_indexer import Arguments
 from ..common import gpu
 from . import lightning_indexer, topk
@@ -54,8 +54,8 @@ def scores(value_dtype: torch.dtype | None, **x: Unpack[Arguments]) -> lightning
     """As lightning_indexer.scores."""
     return lightning_indexer.scores_of(
         x,
-        quantised.typed(x["query"], x["query_dtype"]),
-        quantised.typed(x["key"], x["key_dtype"]),
+        quantized.typed(x["query"], x["query_dtype"]),
+        quantized.typed(x["key"], x["key_dtype"]),
         x["query_dequant_scale"],
         x["key_dequant_scale"],
         value_dtype,

@@ -8,7 +8,7 @@ RoPE turns the first D columns of a head and rounds them; the others pass.  x W_
 until its LayerNorm.
 
     condition                       kernels
-    weights or a cache of 8 bits    quantised_stages.py
+    weights or a cache of 8 bits    quantized_stages.py
     else                            nz_matmul.py then stages.py
 """
 
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...dispatch.common import memory, quantised
+from ...dispatch.common import memory, quantized
 from ...dispatch.ops.prolog.indexer_prolog_pto import Arguments
-from . import quantised_matmul, quantised_stages, stages
+from . import quantized_matmul, quantized_stages, stages
 from .nz_matmul import product
-from .quantised_matmul import Rows, Weight
+from .quantized_matmul import Rows, Weight
 
 
 def unsupported(token_x: Tensor, **_: object) -> str | None:
@@ -44,7 +44,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         query_index = memory.empty((requests, steps, heads, size), kinds[0], device)
         return query_index, memory.empty((requests, steps, heads), kinds[1], device)
     if x["weight_quant_mode"] or x["kv_cache_quant_mode"]:
-        return of_8_bits(**x)
+        return forward_quantized(**x)
     weights = memory.empty((requests, steps, heads), token_x.dtype, device)
     partial = product(
         token_x.view(tokens, hidden),
@@ -76,13 +76,13 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     return query_index, weights
 
 
-def of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+def forward_quantized(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     token_x, weight_qb, weight_k = a["token_x"], a["weight_qb"], a["weight_k"]
     weight_format, scale_format = a["weight_format"], a["scale_format"]
     shape, hidden = (token_x.shape[0], token_x.shape[1]), token_x.shape[-1]
     ranks, size = a["query_norm"].shape[-1], a["ln_gamma_k"].shape[0]
     heads = weight_qb.numel() // (ranks * size)
-    of = quantised_stages.Index(
+    of = quantized_stages.Index(
         a["ln_gamma_k"],
         a["ln_beta_k"],
         a["ln_epsilon"],
@@ -101,21 +101,21 @@ def of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         Rows(a["query_norm"].view(-1, ranks), a["dequant_scale_q_norm"]),
     )
     rows: dict[torch.dtype, Rows] = {}
-    kind, made = quantised.kind_of(weight_qb.dtype), []
+    kind, made = quantized.kind_of(weight_qb.dtype), []
     if kind is not None:
         of_x = [(x, None)] if weight_k.dtype is weight_qb.dtype else []
         of_c = [(c.values, a["smooth_scales_cq"])] if c.scale is None else []
-        made = quantised_matmul.activations([*of_x, *of_c], kind, scale_format)
+        made = quantized_matmul.activations([*of_x, *of_c], kind, scale_format)
         if of_x:
             rows[weight_k.dtype] = made[0]
         if of_c:
             c = made[-1]
     weight = Weight(weight_qb, heads * size, a["dequant_scale_w_qb"])
     # the largest weight first: what x is multiplied by comes beside it
-    q = quantised_stages.index_product(
+    q = quantized_stages.index_product(
         c, weight, weight_format, of, first=not made, second=bool(made)
     )
-    key, proj = quantised_stages.products(
+    key, proj = quantized_stages.products(
         x,
         rows,
         [Weight(weight_k, size, a["dequant_scale_w_k"]), Weight(a["weight_proj"], heads, None)],
@@ -125,4 +125,4 @@ def of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         first=q is None,
         late=q is not None,
     )
-    return quantised_stages.index_side(key, proj, q, c, weight, weight_format, shape, of)
+    return quantized_stages.index_side(key, proj, q, c, weight, weight_format, shape, of)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """The int8 prolog of the indexer: npu_indexer_prolog_pto gives queries and keys in the working
-dtype, torch multiplies them by the transform, the writers quantise them.
+dtype, torch multiplies them by the transform, the writers quantize them.
 
     condition    kernels
     any          indexer_prolog_pto.py then caches/index_cache_write.py then
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch.common import memory, w8a8c8
+from ...dispatch.common import lightning_indexer_prolog, memory
 from ..caches import index_cache_write, quantize_index_query
 from . import indexer_prolog_pto
 
@@ -36,10 +36,14 @@ def forward(**a: Any) -> tuple[Tensor, Tensor, Tensor]:
         )
     keys = memory.empty((tokens, 1, 1, size), dtype, device)
     own = torch.arange(tokens, dtype=torch.int32, device=device)
-    query, weights = indexer_prolog_pto.of_8_bits(**w8a8c8.as_pto(a, keys, own))
-    keys = w8a8c8.transformed(keys.view(tokens, size), a["hadamard_k"])
-    index_cache_write.forward(**w8a8c8.of_cache_write(a, keys))
-    query = w8a8c8.transformed(query[0], a["hadamard_q"])
-    values, scale = quantize_index_query.forward(**w8a8c8.of_query(query, weights[0]))
+    query, weights = indexer_prolog_pto.forward_quantized(
+        **lightning_indexer_prolog.as_pto(a, keys, own)
+    )
+    keys = lightning_indexer_prolog.transformed(keys.view(tokens, size), a["hadamard_k"])
+    index_cache_write.forward(**lightning_indexer_prolog.of_cache_write(a, keys))
+    query = lightning_indexer_prolog.transformed(query[0], a["hadamard_q"])
+    values, scale = quantize_index_query.forward(
+        **lightning_indexer_prolog.of_query(query, weights[0])
+    )
     half = scale.clamp(max=torch.finfo(torch.float16).max).to(torch.float16)
-    return values, half[..., None], w8a8c8.scaled(weights[0], size)
+    return values, half[..., None], lightning_indexer_prolog.scaled(weights[0], size)

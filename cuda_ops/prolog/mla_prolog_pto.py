@@ -10,13 +10,13 @@ Three launches, each beginning while the one before it ends: x products, norms a
 program a head from c to its outputs.  Few heads or more than 256 tokens take four: c product,
 absorption and rotation.
 
-With weights of 8 bits x is quantised in a launch of its own, c with its norm.
+With weights of 8 bits x is quantized in a launch of its own, c with its norm.
 
 Without W_dq, c is x: one product of x has the queries and the latent, and the program a head begins
 at the absorption.
 
     condition                       kernels
-    weights or a cache of 8 bits    quantised_stages.py
+    weights or a cache of 8 bits    quantized_stages.py
     else                            nz_matmul.py then stages.py
 """
 
@@ -27,11 +27,11 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...dispatch.common import memory, mla_v3, quantised
+from ...dispatch.common import memory, mla_v3, quantized
 from ...dispatch.ops.prolog.mla_prolog_pto import Arguments
-from . import quantised_matmul, quantised_stages, stages
+from . import quantized_matmul, quantized_stages, stages
 from .nz_matmul import product
-from .quantised_matmul import Rows, Weight
+from .quantized_matmul import Rows, Weight
 
 
 def unsupported(weight_uk: Tensor, **_: object) -> str | None:
@@ -56,13 +56,13 @@ def with_rows(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
     rotary, tokens = rope_sin.shape[-1], requests * steps
     shape = (0,) if rmsnorm_gamma_cq is None else (requests, steps, rmsnorm_gamma_cq.shape[0])
     if tokens and (x["weight_quant_mode"] or x["kv_cache_quant_mode"]):
-        return _of_8_bits(**x)
+        return _quantized(**x)
     query_norm = memory.empty(shape, weight_uk.dtype, token_x.device)
     query, query_rope = stages.query_room(weight_uk, rope_sin, (requests, steps))
     if tokens == 0:
         c = Rows(query_norm)
         if weight_dq is not None:
-            c = quantised_matmul.none(x["weight_uq_qr"].dtype, query_norm)
+            c = quantized_matmul.none(x["weight_uq_qr"].dtype, query_norm)
         return query, query_rope, query_norm, c
     ahead = (x["weight_uq_qr"], heads * (plain + rotary))
     if weight_dq is not None:
@@ -103,7 +103,7 @@ def with_rows(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
     return query, query_rope, query_norm, Rows(query_norm)
 
 
-def _of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
+def _quantized(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
     token_x, weight_dq, rope_sin = a["token_x"], a["weight_dq"], a["rope_sin"]
     rmsnorm_gamma_cq = a["rmsnorm_gamma_cq"]
     assert weight_dq is not None and rmsnorm_gamma_cq is not None  # the check said so
@@ -111,7 +111,7 @@ def _of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
     heads, plain, rank = a["weight_uk"].shape
     ranks, rotary = rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]
     x = token_x.view(-1, hidden)
-    down, latent = quantised_stages.products(
+    down, latent = quantized_stages.products(
         x,
         {} if a["dequant_scale_x"] is None else {x.dtype: Rows(x, a["dequant_scale_x"])},
         [
@@ -123,12 +123,12 @@ def _of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
         rmsnorm_gamma_cq.dtype,
         first=True,
     )
-    of = quantised_stages.Latent(
+    of = quantized_stages.Latent(
         rmsnorm_gamma_cq,
         a["rmsnorm_gamma_ckv"],
         a["rmsnorm_epsilon_cq"],
         a["rmsnorm_epsilon_ckv"],
-        quantised.typed(a["kv_cache"], a["kv_cache_dtype"]),
+        quantized.typed(a["kv_cache"], a["kv_cache_dtype"]),
         a["kr_cache"],
         a["cache_index"],
         rope_sin,
@@ -139,9 +139,9 @@ def _of_8_bits(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
         a["scale_format"],
         a["k_nope_clip_alpha"],
     )
-    kind = quantised.kind_of(a["weight_uq_qr"].dtype)
-    query_norm, c = quantised_stages.latent_tokens(down, latent, of, kind, a["smooth_scales_cq"])
-    query, query_rope = quantised_stages.query_heads(
+    kind = quantized.kind_of(a["weight_uq_qr"].dtype)
+    query_norm, c = quantized_stages.latent_tokens(down, latent, of, kind, a["smooth_scales_cq"])
+    query, query_rope = quantized_stages.query_heads(
         c,
         Weight(a["weight_uq_qr"], heads * (plain + rotary), a["dequant_scale_w_uq_qr"]),
         a["weight_format"],

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...dispatch.common import quantised
+from ...dispatch.common import quantized
 from ...dispatch.common import rope as rotary
 from ...dispatch.ops.sparse_attention.kv_quant_sparse_flash_attention import Arguments
 from . import sparse_flash_attention
@@ -25,8 +25,8 @@ from . import sparse_flash_attention
 
 def _parts(rows: Tensor, number: int | None, row_layout: str, query: Tensor) -> tuple[Tensor, ...]:
     """(values, rotary keys, scales), views."""
-    values = quantised.typed(rows, number).dtype
-    return quantised.row_parts(rows, row_layout, values, quantised.rotary_dtype(query))
+    values = quantized.typed(rows, number).dtype
+    return quantized.row_parts(rows, row_layout, values, quantized.rotary_dtype(query))
 
 
 def unsupported(
@@ -35,8 +35,8 @@ def unsupported(
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"query is {query.dtype}, supported float16 and bfloat16"
     return sparse_flash_attention.unsupported(
-        query=query.narrow(-1, 0, quantised.LATENT),
-        query_rope=query.narrow(-1, quantised.LATENT, arguments["rope_head_dim"]),
+        query=query.narrow(-1, 0, quantized.LATENT),
+        query_rope=query.narrow(-1, quantized.LATENT, arguments["rope_head_dim"]),
         key=key,
         value=value,
         sparse_indices=sparse_indices,
@@ -61,7 +61,7 @@ def attended(
     rotary part of the queries, where it is no part of `query`."""
     query = x["query"]
     if query_rope is None:
-        query, query_rope = query.split([quantised.LATENT, x["rope_head_dim"]], -1)
+        query, query_rope = query.split([quantized.LATENT, x["rope_head_dim"]], -1)
     key, rope, key_scale = _parts(x["key"], x["key_dtype"], x["row_layout"], query)
     value, _rope, value_scale = _parts(x["value"], x["value_dtype"], x["row_layout"], query)
     of_rows = (*rotary.given(query_rope, rope), key_scale, value_scale, statistics)

@@ -12,11 +12,11 @@ graph keeps the two branches.  The longer one stays in the stream of the scores,
 overlaps their end.  Every cache row is written before any cache is read.
 
     condition                    kernels
-    rows of latents in 8 bits    prolog/quantised_stages.py then
+    rows of latents in 8 bits    prolog/quantized_stages.py then
                                  indexer/quant_lightning_indexer.py,
                                  indexer/lightning_indexer.py then
                                  kv_quant_sparse_flash_attention.py
-    other 8 bits                 prolog/quantised_stages.py then
+    other 8 bits                 prolog/quantized_stages.py then
                                  indexer/quant_lightning_indexer.py,
                                  indexer/lightning_indexer.py then sparse_flash_attention.py
     else                         prolog/nz_matmul.py then prolog/stages.py then
@@ -33,17 +33,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...dispatch.common import layer, memory, quantised
+from ...dispatch.common import layer, memory, quantized
 from ..indexer import lightning_indexer, quant_lightning_indexer
 from ..prolog import (
     indexer_prolog_pto,
     mla_prolog_pto,
-    quantised_matmul,
-    quantised_stages,
+    quantized_matmul,
+    quantized_stages,
     stages,
 )
 from ..prolog.nz_matmul import product
-from ..prolog.quantised_matmul import Rows, Weight
+from ..prolog.quantized_matmul import Rows, Weight
 from ..runtime import launches
 from . import kv_quant_sparse_flash_attention, sparse_flash_attention
 
@@ -93,8 +93,10 @@ def forward(**arguments: Any) -> Tensor:
 def _prologs(a: layer.Whole) -> Callable[[layer.Whole], Queries | None]:
     if a.x.shape[0] * a.x.shape[1] == 0:
         return _of_no_token
-    narrow = a.weight_quant_mode or a.index_weight_quant_mode or a.in_rows or a.in_bytes
-    return _of_8_bits if narrow else _of_16_bits
+    is_quantized = (
+        a.weight_quant_mode or a.index_weight_quant_mode or a.kv_quantized or a.index_quantized
+    )
+    return _quantized_queries if is_quantized else _plain_queries
 
 
 def _attended(a: layer.Whole, queries: Queries | None) -> tuple[Tensor, Tensor]:
@@ -117,7 +119,7 @@ def _attended(a: layer.Whole, queries: Queries | None) -> tuple[Tensor, Tensor]:
                 with side.stream():
                     query, query_rope = absorbed(forked=True)
     indices = scored.indices
-    if not a.in_rows:
+    if not a.kv_quantized:
         chosen = a.of_attention(query, query_rope, indices)
         return sparse_flash_attention.forward(**chosen)[0], indices
     chosen = a.of_rows(query, indices) | dict(query_rope=query_rope)
@@ -128,7 +130,7 @@ def _of_no_token(a: layer.Whole) -> None:
     pass
 
 
-def _of_16_bits(a: layer.Whole) -> Queries:
+def _plain_queries(a: layer.Whole) -> Queries:
     requests, steps, hidden = a.x.shape
     rank = a.w_uk.shape[-1]
     ranks, rotary, size = a.gamma_cq.shape[0], a.sin.shape[-1], a.in_gamma_k.shape[0]
@@ -197,12 +199,12 @@ def _of_16_bits(a: layer.Whole) -> Queries:
     return Queries(scored, absorbed, first)
 
 
-def _of_8_bits(a: layer.Whole) -> Queries:
-    """The same stages on weights or caches of 8 bits (prolog/quantised_stages.py)."""
+def _quantized_queries(a: layer.Whole) -> Queries:
+    """The same stages on weights or caches of 8 bits (prolog/quantized_stages.py)."""
     requests, steps, hidden = a.x.shape
     heads, plain, rank = a.w_uk.shape
     ranks, rotary, size = a.gamma_cq.shape[0], a.sin.shape[-1], a.in_gamma_k.shape[0]
-    down, latent, key, proj = quantised_stages.products(
+    down, latent, key, proj = quantized_stages.products(
         a.x.view(-1, hidden),
         {},
         [
@@ -216,23 +218,23 @@ def _of_8_bits(a: layer.Whole) -> Queries:
         a.x.dtype,
         first=True,
     )
-    of_latents = quantised_stages.Latent(
+    of_latents = quantized_stages.Latent(
         a.gamma_cq,
         a.gamma_ckv,
         a.rms_norm_eps,
         a.rms_norm_eps,
-        a.rows() if a.in_rows else a.kv_cache,
+        a.rows() if a.kv_quantized else a.kv_cache,
         a.kr_cache,
         a.cache_index,
         a.sin,
         a.cos,
         a.rope_interleaved,
-        a.in_rows,
+        a.kv_quantized,
         a.row_layout,
         a.scale_format,
         a.k_nope_clip_alpha,
     )
-    of_keys = quantised_stages.Index(
+    of_keys = quantized_stages.Index(
         a.in_gamma_k,
         a.in_beta_k,
         a.layer_norm_eps,
@@ -245,33 +247,33 @@ def _of_8_bits(a: layer.Whole) -> Queries:
         a.hadamard_round,
         a.scale_format,
     )
-    kind, index_kind = (quantised.kind_of(w.dtype) for w in (a.w_uq_qr, a.w_idx_qb))
-    norm, c = quantised_stages.latent_tokens(down, latent, of_latents, kind, a.smooth_scales_cq)
+    kind, index_kind = (quantized.kind_of(w.dtype) for w in (a.w_uq_qr, a.w_idx_qb))
+    norm, c = quantized_stages.latent_tokens(down, latent, of_latents, kind, a.smooth_scales_cq)
     of_index = Rows(norm)
     if index_kind is not None:
         of_index = c
         if index_kind != kind:
-            [of_index] = quantised_matmul.activations([(norm, None)], index_kind, a.scale_format)
+            [of_index] = quantized_matmul.activations([(norm, None)], index_kind, a.scale_format)
     shape = requests, steps
     w_qb = Weight(a.w_idx_qb, a.index_heads * size, a.dequant_scale_w_idx_qb)
-    q = quantised_stages.index_product(of_index, w_qb, a.weight_format, of_keys)
-    query_index, weights = quantised_stages.index_side(
+    q = quantized_stages.index_product(of_index, w_qb, a.weight_format, of_keys)
+    query_index, weights = quantized_stages.index_side(
         key, proj, q, of_index, w_qb, a.weight_format, shape, of_keys
     )
     scoring = a.of_indexer(query_index, weights)
-    if a.in_bytes:
+    if a.index_quantized:
         scored = quant_lightning_indexer.scores(None, **scoring)
     else:
         scored = lightning_indexer.scores(**scoring)
     w_uq_qr = Weight(a.w_uq_qr, heads * (plain + rotary), a.dequant_scale_w_uq_qr)
     of_heads = (c, w_uq_qr, a.weight_format, a.w_uk, a.sin)
     absorbed = partial(
-        quantised_stages.query_heads,
+        quantized_stages.query_heads,
         *of_heads,
         a.cos,
         shape,
         a.rope_interleaved,
         into=stages.query_room(a.w_uk, a.sin, shape),
     )
-    first = requests * steps <= 128 and quantised_stages.is_one_launch(*of_heads)
+    first = requests * steps <= 128 and quantized_stages.is_one_launch(*of_heads)
     return Queries(scored, absorbed, first)

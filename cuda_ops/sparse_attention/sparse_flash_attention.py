@@ -38,13 +38,13 @@ from typing_extensions import Unpack
 from ...dispatch.common import memory
 from ...dispatch.common import rope as rotary
 from ...dispatch.ops.sparse_attention.sparse_flash_attention import Arguments, Selected
-from ..common import gpu, quantise, rows, softmax
+from ..common import gpu, quantize, rows, softmax
 from ..common.combine import Parts, combine, is_chained
 from ..common.log2 import LN2, LOG2E
 from ..common.selection import Attention, selected, slot_of
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
-from .hopper import kv_quant_sparse_flash_attention as of_8_bits
+from .hopper import kv_quant_sparse_flash_attention as kv_quantized
 from .hopper import sparse_flash_attention as hopper
 from .hopper import sparse_flash_attention_decode as decode
 
@@ -113,7 +113,7 @@ def _scaled(
     # for which it takes the numbers of a row in another order: not the bits of the op on floats
     out = tl.full([slot.shape[0], C.R], 0.0, dtype)
     if C.BRANCH or max_kv_len > 0:
-        wide = quantise.to_float16(x, C.KIND).to(tl.float32) * scale[:, :, None]
+        wide = quantize.to_float16(x, C.KIND).to(tl.float32) * scale[:, :, None]
         out = tl.reshape(wide.to(dtype), [slot.shape[0], C.R])
     return out
 
@@ -240,7 +240,7 @@ def _attend(
         acc2 = tl.full([C.BLOCK_H, C.RIGHT], 0.0, tl.float32)
     for n in tl.range(lo, hi, C.BLOCK_N, num_stages=C.STAGES):
         slot = tl.load(slots + n + tl.arange(0, C.BLOCK_N))
-        if C.KIND == quantise.PLAIN:
+        if C.KIND == quantize.PLAIN:
             k_tile = _load(
                 key, slot, d, key_o, key_i, max_kv_len, C.UNIFORM_STRIDE, LAYOUT, C.R, C.LEFT
             )
@@ -303,7 +303,7 @@ def _attend(
             weight, alpha, row_sum, row_max = softmax.step(s, row_max, row_sum)
             p = weight.to(k_tile.dtype)
         if not C.SHARED:
-            if C.KIND == quantise.PLAIN:
+            if C.KIND == quantize.PLAIN:
                 k_tile = _load(
                     value,
                     slot,
@@ -483,9 +483,9 @@ def attend(
     scales [.., 4]."""
     layout_kv, sparse_block_size = x["layout_kv"], x["sparse_block_size"]
     device = query.device
-    kind = quantise.PLAIN.value
+    kind = quantize.PLAIN.value
     if key_scale is not None:
-        (key, kind), (value, _) = quantise.to_read(key), quantise.to_read(value)
+        (key, kind), (value, _) = quantize.to_read(key), quantize.to_read(value)
     heads, rank = query.shape[-2], query.shape[-1]
     out = memory.empty(query.shape, query.dtype, device)
     plan = rows.plan(
@@ -531,8 +531,8 @@ def attend(
         decode.launch(call)
     elif together and key_scale is None and hopper.supports(call):
         hopper.launch(call)
-    elif together and key_scale is not None and of_8_bits.supports(call):
-        of_8_bits.launch(call, key_scale, kind)
+    elif together and key_scale is not None and kv_quantized.supports(call):
+        kv_quantized.launch(call, key_scale, kind)
     else:
         scales = (key, value) if key_scale is None else (key_scale, value_scale)
         _plain(call, value, layout_kv, uniform, kind, *scales)

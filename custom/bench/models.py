@@ -86,7 +86,7 @@ class Model:
     def make(self, device: torch.device) -> Any:
         small = device.type == "cpu"
         sizes = self.changes | (self.small if small else {})
-        config = self.config(num_hidden_layers=LAYERS, **{"vocab_size": 4096, **sizes})
+        config = self.config(**{"num_hidden_layers": LAYERS, "vocab_size": 4096, **sizes})
         torch.manual_seed(0)
         with device:
             return _hf.AutoModelForCausalLM.from_config(

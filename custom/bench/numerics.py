@@ -41,7 +41,7 @@ from .report import packed, unpacked, write_table
 
 # their order is each one's own, as where a case is not `ordered`
 _SELECTIONS = ("npu_lightning_indexer", "npu_lightning_indexer_scores", "npu_merge_topk")
-_EIGHT_BITS = (torch.int8, torch.uint8, torch.float8_e4m3fn)
+_QUANTIZED = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     write_table(path, Row, rows, 3)
 
 
-def has_eight_bits(arguments: Arguments) -> bool:
-    return any(isinstance(x, Tensor) and x.dtype in _EIGHT_BITS for x in arguments.values())
+def is_quantized(arguments: Arguments) -> bool:
+    return any(isinstance(x, Tensor) and x.dtype in _QUANTIZED for x in arguments.values())
 
 
 def widened(arguments: Arguments) -> Arguments:
@@ -127,7 +127,7 @@ def errors(case: Case, device: torch.device) -> Row | None:
     part = _copy(part)
     whole = _outputs(case, arguments)
     ours = _floats(case, select(whole))
-    eight = has_eight_bits(part)
+    eight = is_quantized(part)
     with by_reference():
         plain = _floats(case, _outputs(case, _copy(part)))
         exact = plain if eight else _floats(case, _outputs(case, widened(part)))
@@ -137,7 +137,7 @@ def errors(case: Case, device: torch.device) -> Row | None:
         name: _of_peer(case, call, whole, exact, select) for name, call in peers.items() if call
     }
     dtypes = [x.dtype for x in arguments.values() if isinstance(x, Tensor)]
-    first = next(x for x in dtypes if x.is_floating_point or x in _EIGHT_BITS)
+    first = next(x for x in dtypes if x.is_floating_point or x in _QUANTIZED)
     return Row(
         op=case.op,
         case=case.label,

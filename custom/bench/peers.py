@@ -9,7 +9,7 @@
     nvidia-cudnn-frontend                    cudnn                  gradients of sparse attention,
                                                                     of the indexer, of its KL loss;
                                                                     KDA
-    DeepGEMM                                 deep_gemm              scores of 8 bits (quantised.py)
+    DeepGEMM                                 deep_gemm              scores of 8 bits (quantized.py)
     fla-core                                 fla                    delta rules, convolution, norm
     vLLM                                     vllm                   MiniMax-M3's blocks, Qwen4-Exp's
                                                                     pools; latents (latents.py)

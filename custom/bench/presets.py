@@ -13,12 +13,12 @@ from . import (
     compression,
     convolution,
     delta_rule,
-    eight_bits,
     hyper_connections,
     indexer_loss,
     latents,
     merging,
-    quantised,
+    quantized_caches,
+    quantized_weights,
     shared_kv,
     shared_kv_prolog,
     sparse_attention,
@@ -34,7 +34,7 @@ _PRESETS: Mapping[str, Callable[[bool], list[Case]]] = {
     **latents.PRESETS,
     **indexer_loss.PRESETS,
     **delta_rule.PRESETS,
-    **quantised.PRESETS,
+    **quantized_caches.PRESETS,
     **merging.PRESETS,
     **convolution.PRESETS,
     **sparse_gradients.PRESETS,
@@ -60,5 +60,5 @@ def presets(op: str, device: str) -> list[Case]:
     small = device == "cpu"
     on_npu = device == "npu"
     first = {**_PRESETS, **(shared_kv.ON_NPU if on_npu else {})}
-    behind = eight_bits.ON_NPU if on_npu else eight_bits.PRESETS
+    behind = quantized_weights.ON_NPU if on_npu else quantized_weights.PRESETS
     return [case for rows in (first, behind) if op in rows for case in rows[op](small)]

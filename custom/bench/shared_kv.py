@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch.common import quantised
+from ..dispatch.common import quantized
 from .case import Arguments, Case, Draw, Outputs
 from .sparse_attention import BF16, first_requests
 
@@ -49,15 +49,15 @@ ON_GPU = Pages(64, {"CSA": 64, "HCA": 2})
 ON_NPU_PAGES = Pages(128, {"CSA": 128, "HCA": 128})
 
 
-def _cache(draw: Draw, pages: int, page: int, eight_bits: bool) -> Tensor:
-    if not eight_bits:
+def _cache(draw: Draw, pages: int, page: int, fp8: bool) -> Tensor:
+    if not fp8:
         return draw.normal(pages, page, 1, D)
-    step = -(-page * quantised.V4_ROW // 576) * 576
+    step = -(-page * quantized.V4_ROW // 576) * 576
     raw = torch.empty(pages, step, dtype=torch.uint8, device=draw.device)
-    rows = raw[:, : page * quantised.V4_ROW].view(pages, page, 1, quantised.V4_ROW)
+    rows = raw[:, : page * quantized.V4_ROW].view(pages, page, 1, quantized.V4_ROW)
     _ops.npu_latent_cache_write(
-        draw.normal(pages * page, quantised.V4_VALUES),
-        draw.normal(pages * page, quantised.ROTARY),
+        draw.normal(pages * page, quantized.V4_VALUES),
+        draw.normal(pages * page, quantized.ROTARY),
         rows,
         torch.arange(pages * page, device=draw.device),
         kind="fp8",
@@ -74,7 +74,7 @@ def case(
     kind: str, b: int, s: int, n: int, context: int, k: int, op: str = OP, cut: Pages = ON_GPU
 ) -> Case:
     """Paged caches; requests share no page."""
-    eight_bits, m, page = op == BYTES, RATIOS[kind], cut.rows
+    fp8, m, page = op == BYTES, RATIOS[kind], cut.rows
 
     def make(draw: Draw) -> Arguments:
         # the window's pages go round
@@ -83,7 +83,7 @@ def case(
         columns = torch.arange(context // page, device=draw.device) % held
         given = dict(
             q=draw.normal(b, s, n, D),
-            ori_kv=_cache(draw, b * held, page, eight_bits),
+            ori_kv=_cache(draw, b * held, page, fp8),
             ori_block_table=table[:, columns].contiguous(),
             seqused_kv=draw.full(b, value=context),
             sinks=draw.normal(n, dtype=torch.float32),
@@ -95,12 +95,12 @@ def case(
             entry_page = cut.entries[kind]
             pages = -(-context // m // entry_page)
             given |= dict(
-                cmp_kv=_cache(draw, b * pages, entry_page, eight_bits),
+                cmp_kv=_cache(draw, b * pages, entry_page, fp8),
                 cmp_block_table=draw.table(b, pages),
             )
         if kind == "CSA":
             given["cmp_sparse_indices"] = _selected(draw, kind, b, s, context, k)
-        return given | (dict(kv_quant_mode=1) if eight_bits else {})
+        return given | (dict(kv_quant_mode=1) if fp8 else {})
 
     names = ["q", "ori_block_table", "seqused_kv"]
     names += ["cmp_block_table"] if m else []
@@ -116,20 +116,20 @@ def case(
     seen = _keys(kind, context, k)
     # a row and an entry are read once by all tokens of a request
     held = min(seen * s, WINDOW + s - 1 + (context // m if m else 0)) * b
-    row = quantised.V4_ROW if eight_bits else BF16 * D
+    row = quantized.V4_ROW if fp8 else BF16 * D
     chosen = b * s * k * INT if kind == "CSA" else 0
     label = f"{kind}, {n} heads, {b} x {s} queries, {context // 1024}K tokens"
     if kind == "CSA":
         label += f", {k} chosen"
     return Case(
         op,
-        f"fp8, {label}" if eight_bits else label,
+        f"fp8, {label}" if fp8 else label,
         make,
         part,
         bytes=float(held * row + b * s * n * (2 * BF16 * D + FLOAT) + chosen),
         flops=4.0 * b * s * n * seen * D,
         shape=dict(b=b, s=s, n=n, context=context, m=m),
-        peers={"bf16": _on_bf16} if eight_bits else {},
+        peers={"bf16": _on_bf16} if fp8 else {},
         reference=False,
     )
 
@@ -139,9 +139,9 @@ def _on_bf16(arguments: Arguments) -> Callable[[], Any]:
     wide = {}
     for name in ("ori_kv", "cmp_kv"):
         if name in arguments:
-            values, rotary, scales = quantised.v4_parts(arguments[name])
+            values, rotary, scales = quantized.v4_parts(arguments[name])
             by = (scales[..., :-1].int() << 23).view(torch.float32)
-            rows = (values.float() * by.repeat_interleave(quantised.V4_TILE, -1)).bfloat16()
+            rows = (values.float() * by.repeat_interleave(quantized.V4_TILE, -1)).bfloat16()
             wide[name] = torch.cat([rows, rotary], -1)[:, :, None]
     given = {name: x for name, x in arguments.items() if name != "kv_quant_mode"}
     return partial(_ops.npu_sparse_attn_sharedkv, **given | wide)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..dispatch.common.nz import to_nz
-from ..dispatch.common.quantised import V4_ROW
+from ..dispatch.common.quantized import V4_ROW
 from .case import Arguments, Case, Draw
 from .sparse_attention import first_requests
 

@@ -139,7 +139,7 @@ def _stages(layer: Arguments) -> dict[str, Callable[[], Any]]:
     stages = layer_v4.Stages(
         of("prolog", ops.npu_sharedkv_prolog_pto),
         of("compressor", ops.npu_compressor),
-        of("quantisation", ops.npu_quantize_index_query),
+        of("quantization", ops.npu_quantize_index_query),
         of("indexer", ops.npu_lightning_indexer),
         of("indexer", ops.npu_quant_lightning_indexer),
         of("attention", ops.npu_sparse_attn_sharedkv),

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..compression import entry_positions
-from ..dispatch.common import quantised
+from ..dispatch.common import quantized
 from ..dispatch.errors import NotSupported, need
-from .dsa import dequantised_linear, format_of, laid, of_8_bits, option_of, projections
+from .dsa import dequantized_linear, format_of, laid, option_of, projections, quantized_arguments
 from .paged import check_page, more_pages, more_room, token_positions
 
 need("transformers.models.deepseek_v4", __name__, '"transformers>=5.17,<6"')
@@ -85,7 +85,7 @@ def sparse_attention_v4_weights(
             "linear".
         dtype: of activations; None: that of `q_a_proj`, bfloat16 where it is of 8 bits.
         dequantise: projections of 8 bits. False: they stay as they are, and what they meet is
-            quantised token by token. True: what they stand for, in `dtype`. None: True on an NPU,
+            quantized token by token. True: what they stand for, in `dtype`. None: True on an NPU,
             whose kernels of this layer have no products of 8 bits, else False.
 
     Returns:
@@ -114,9 +114,9 @@ def sparse_attention_v4_weights(
     form = format_of(m.q_a_proj.weight, weight_format)
 
     def rows(linear: nn.Linear) -> Tensor:
-        return dequantised_linear(m, linear, kind).contiguous()
+        return dequantized_linear(m, linear, kind).contiguous()
 
-    def narrow(parameter: Tensor) -> Tensor:
+    def rounded(parameter: Tensor) -> Tensor:
         return parameter.detach().to(kind)
 
     def exact(parameter: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def sparse_attention_v4_weights(
         indexer = compressor.indexer
         second["w_idx_qb"] = indexer.q_b_proj
         given |= dict(
-            w_idx_proj=laid(dequantised_linear(m, indexer.scorer.weights_proj, kind), form),
+            w_idx_proj=laid(dequantized_linear(m, indexer.scorer.weights_proj, kind), form),
             w_idx_kv=rows(indexer.kv_proj),
             w_idx_gate=rows(indexer.gate_proj),
             idx_ape=exact(indexer.position_bias),
@@ -145,15 +145,15 @@ def sparse_attention_v4_weights(
         )
     if dequantise:
         every = {**first, **second}
-        weights = {name: dequantised_linear(m, linear, kind) for name, linear in every.items()}
+        weights = {name: dequantized_linear(m, linear, kind) for name, linear in every.items()}
         scales: dict[str, Tensor] = {}
         mode = 0
     else:
-        weights, scales, mode = projections(m, kind, first, second, _DEQUANTISE)
+        weights, scales, mode = projections(m, kind, first, second, _DEQUANTIZE)
     _by_group(weights, scales, config.o_groups)
     return SparseAttentionV4Weights(
-        gamma_cq=narrow(m.q_a_norm.weight),
-        gamma_kv=narrow(m.kv_norm.weight),
+        gamma_cq=rounded(m.q_a_norm.weight),
+        gamma_kv=rounded(m.kv_norm.weight),
         sinks=exact(m.sinks),
         options=dict(
             cmp_ratio=_ratio_of(config, m.layer_idx),
@@ -162,14 +162,14 @@ def sparse_attention_v4_weights(
             softmax_scale=m.scaling,
             sparse_count=config.index_topk,
             weight_format=option_of(form),
-            **of_8_bits("weight_quant_mode", mode, "dequant_scale_", scales),
+            **quantized_arguments("weight_quant_mode", mode, "dequant_scale_", scales),
         ),
         **{name: laid(weight, form) for name, weight in weights.items()},
         **given,
     )
 
 
-_DEQUANTISE = "Take a checkpoint that quantises them so, or dequantise=True."
+_DEQUANTIZE = "Take a checkpoint that quantizes them so, or dequantise=True."
 
 
 def _by_group(weights: dict[str, Tensor], scales: dict[str, Tensor], groups: int) -> None:
@@ -179,10 +179,10 @@ def _by_group(weights: dict[str, Tensor], scales: dict[str, Tensor], groups: int
     if (scale := scales.get("w_o_a")) is None:
         return
     rows = len(whole) // groups
-    if whole.dtype is torch.float8_e4m3fn and rows % quantised.TILE:
+    if whole.dtype is torch.float8_e4m3fn and rows % quantized.TILE:
         raise NotSupported(
             f"custom.integrations: a group of `o_a_proj` has {rows} rows, expected a multiple of "
-            f"{quantised.TILE}: a scale of e4m3 would be of two groups. Pass dequantise=True."
+            f"{quantized.TILE}: a scale of e4m3 would be of two groups. Pass dequantise=True."
         )
     scales["w_o_a"] = scale.unflatten(1, (groups, -1)).transpose(0, 1).contiguous()
 
@@ -280,11 +280,11 @@ class V4Caches:
         def kv(rows: int) -> Tensor:
             if kv_kind == "none":
                 return pool(rows, 1, config.head_dim)
-            return pool(rows, 1, quantised.V4_ROW, of=torch.uint8)
+            return pool(rows, 1, quantized.V4_ROW, of=torch.uint8)
 
         def index(rows: int) -> tuple[Tensor, Tensor | None]:
             if index_kind == "fp8":
-                return pool(rows, quantised.PACKED, of=torch.uint8), None
+                return pool(rows, quantized.PACKED, of=torch.uint8), None
             if index_kind == "int8":
                 keys = pool(rows, 1, config.index_head_dim, of=torch.int8)
                 return keys, pool(rows, 1, of=torch.float16)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dispatch.common import nz, quantised
+from ..dispatch.common import nz, quantized
 from ..dispatch.errors import NotSupported, need
 
 need("transformers.models.glm_moe_dsa", __name__, '"transformers>=5.17,<6"')
@@ -155,7 +155,7 @@ def sparse_attention_weights(
     Projections of 8 bits are taken as they are, with their scales among the options: float8_e4m3fn
     weights with `weight_scale_inv`, a scale for 128 x 128 (DeepSeek's checkpoints), and int8 ones
     with `weight_scale`, a scale for each row (compressed-tensors, msmodelslim). The key-value up-
-    projection alone is dequantised.
+    projection alone is dequantized.
     """
     m, conventions = _supported(module)
     weight_format = format_of(m.q_a_proj.weight, weight_format)
@@ -181,7 +181,7 @@ def sparse_attention_weights(
                 layer_norm_eps=m.indexer.k_norm.eps,
                 sparse_count=m.indexer.index_topk,
                 index_rope_interleaved=conventions["index_rope_interleaved"],
-                **of_8_bits("index_weight_quant_mode", mode, "dequant_scale_w_", scales),
+                **quantized_arguments("index_weight_quant_mode", mode, "dequant_scale_w_", scales),
             ),
         },
         idx_qb=laid(weights["idx_qb"], weight_format),
@@ -276,18 +276,18 @@ def _scale(m: Any, linear: nn.Linear) -> Tensor | None:
     for static in _STATIC:
         if getattr(linear, static, None) is not None:
             raise NotSupported(
-                f"{where}.{static}` is given, expected none: activations are quantised token by "
+                f"{where}.{static}` is given, expected none: activations are quantized token by "
                 "token. Take a checkpoint with dynamic activations (W8A8_DYNAMIC)."
             )
     offset = getattr(linear, "weight_offset", None)
     if offset is not None and bool(offset.any()):
         raise NotSupported(
             f"{where}.weight_offset` is not all 0, expected symmetric int8. Take a checkpoint "
-            "whose weights are quantised without an offset."
+            "whose weights are quantized without an offset."
         )
     scale = getattr(linear, name, None)
     rows, columns = weight.shape
-    tiles = (-(-rows // quantised.TILE), -(-columns // quantised.TILE))
+    tiles = (-(-rows // quantized.TILE), -(-columns // quantized.TILE))
     tiled = weight.dtype is torch.float8_e4m3fn
     wanted = tiles if tiled else (rows, 1)
     if isinstance(scale, Tensor) and scale.ndim == 1 and wanted[1] == 1:
@@ -335,7 +335,7 @@ def dequantised(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat
             f"dequantised: `scale` is {scale.dtype}, expected torch.float32 or "
             "torch.float8_e8m0fnu. View the bytes of ue8m0 as the latter."
         )
-    wanted = [-(-size // quantised.TILE) for size in weight.shape]
+    wanted = [-(-size // quantized.TILE) for size in weight.shape]
     if weight.ndim != 2 or list(scale.shape) != wanted:
         raise ValueError(
             f"dequantised: `scale` has shape {list(scale.shape)}, expected {wanted} for a weight "
@@ -344,11 +344,11 @@ def dequantised(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat
     rows, columns = weight.shape
     whole = scale.float()
     for dim in (0, 1):
-        whole = whole.repeat_interleave(quantised.TILE, dim)
+        whole = whole.repeat_interleave(quantized.TILE, dim)
     return (weight.float() * whole[:rows, :columns]).to(dtype)
 
 
-def dequantised_linear(m: Any, linear: nn.Linear, dtype: torch.dtype) -> Tensor:
+def dequantized_linear(m: Any, linear: nn.Linear, dtype: torch.dtype) -> Tensor:
     """What the weight [N, K] of a linear layer of `m` stands for."""
     scale, weight = _scale(m, linear), linear.weight.detach()
     if scale is None:
@@ -363,7 +363,7 @@ def projections(
     dtype: torch.dtype,
     first: Mapping[str, nn.Linear],
     second: Mapping[str, nn.Linear],
-    remedy: str = "Take a checkpoint that quantises them so.",
+    remedy: str = "Take a checkpoint that quantizes them so.",
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
     """(weights, scales by the name of their weight, weight_quant_mode) of projections of the
     layer's input, and of its query latent; of 8 bits as they are, others of `dtype`."""
@@ -409,18 +409,18 @@ def option_of(weight_format: str) -> str:
 
 
 def _dtype(m: Any) -> torch.dtype:
-    """Of activations: what quantised checkpoints keep norms in."""
+    """Of activations: what quantized checkpoints keep norms in."""
     dtype: torch.dtype = m.kv_a_proj_with_mqa.weight.dtype
     norm: torch.dtype = m.kv_a_layernorm.weight.dtype
     return norm if dtype in _SCALES else dtype
 
 
 def up_projections(m: Any) -> tuple[Tensor, Tensor]:
-    """uk [N, Dn, R] and uv [N, Dv, R]: views of the module's weight, which is dequantised where it
+    """uk [N, Dn, R] and uv [N, Dv, R]: views of the module's weight, which is dequantized where it
     is of 8 bits."""
     weight = m.kv_b_proj.weight
     if weight.dtype in _SCALES:
-        weight = dequantised_linear(m, m.kv_b_proj, _dtype(m))
+        weight = dequantized_linear(m, m.kv_b_proj, _dtype(m))
     heads = weight.view(-1, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)
     uk, uv = heads.split([m.qk_nope_head_dim, m.v_head_dim], dim=1)
     return uk, uv
@@ -462,12 +462,14 @@ def shared_of(m: Any, conventions: dict[str, bool], weight_format: str) -> Share
             rms_norm_eps=m.kv_a_layernorm.variance_epsilon,
             rope_interleaved=conventions["rope_interleaved"],
             weight_format=option_of(weight_format),
-            **of_8_bits("weight_quant_mode", mode, "dequant_scale_w_", scales),
+            **quantized_arguments("weight_quant_mode", mode, "dequant_scale_w_", scales),
         ),
     )
 
 
-def of_8_bits(argument: str, mode: int, prefix: str, scales: dict[str, Tensor]) -> dict[str, Any]:
+def quantized_arguments(
+    argument: str, mode: int, prefix: str, scales: dict[str, Tensor]
+) -> dict[str, Any]:
     if mode == 0:
         return {}
     return {argument: mode, **{prefix + name: scale for name, scale in scales.items()}}

@@ -197,7 +197,7 @@ def _weights(module: Any, weight_format: str | None) -> SharedAttentionWeights:
     if "weight_quant_mode" in w.options:
         raise NotSupported(
             f"{WHERE} serves GLM-5.3's projections in 16 or 32 bits, and these are of 8. "
-            "Dequantise them."
+            "Dequantize them."
         )
     return w
 

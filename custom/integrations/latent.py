@@ -82,7 +82,7 @@ def _weights(module: Any, weight_format: str | None) -> SharedAttentionWeights:
     if "weight_quant_mode" in w.options:
         raise NotSupported(
             f"{WHERE} serves projections of {type(module).__name__} in 16 or 32 bits; these are "
-            "of 8. Dequantise them."
+            "of 8. Dequantize them."
         )
     return w
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch.common import quantised
+from ..dispatch.common import quantized
 
 
 class LayerCaches(NamedTuple):
@@ -150,8 +150,8 @@ class PagedCaches(LayersOfPages):
             if value < 0:
                 raise ValueError(f"PagedCaches: `{name}` is {value}, expected 0 or more.")
         for name, kind in dict(kv_kind=kv_kind, index_kind=index_kind).items():
-            if kind not in ("none", *quantised.VALUES):
-                known = ", ".join(("none", *quantised.VALUES))
+            if kind not in ("none", *quantized.VALUES):
+                known = ", ".join(("none", *quantized.VALUES))
                 raise ValueError(f"PagedCaches: `{name}` is {kind!r}, expected one of {known}.")
         super().__init__(requests, page_size, device, seed)
         self.kinds = dict(kv_kind=kv_kind, index_kind=index_kind)
@@ -170,9 +170,9 @@ class PagedCaches(LayersOfPages):
             kv, kr = pool(dtype, 1, latent), pool(dtype, 1, rope)
             keys, scale = pool(dtype, 1, index), None
             if kv_kind != "none":
-                kv, kr = pool(torch.uint8, 1, quantised.ROW), pool(dtype, 1, 0)
+                kv, kr = pool(torch.uint8, 1, quantized.ROW), pool(dtype, 1, 0)
             if index_kind == "fp8":
-                keys = pool(torch.uint8, quantised.PACKED)
+                keys = pool(torch.uint8, quantized.PACKED)
             elif index_kind == "int8":
                 keys, scale = pool(torch.int8, 1, index), pool(torch.float16, 1)
             self.layers.append(LayerCaches(kv, kr, keys, scale))

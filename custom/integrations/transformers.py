@@ -606,7 +606,7 @@ def use(
         page_size: positions a page, a multiple of 16.
         drafts: tokens that a cache of DeepSeek-V4, GLM-5.3-Flash or Qwen4-Exp can take back.
         dequantise: DeepSeek-V4's projections of 8 bits. False: they stay as they are, and what
-            they meet is quantised. True: what they stand for. None: True on an NPU, else False.
+            they meet is quantized. True: what they stand for. None: True on an NPU, else False.
 
     Returns:
         A context manager.

@@ -166,7 +166,7 @@ def tensor_parallel_attention(
 _PARAMETERS = inspect.signature(sparse.npu_sparse_attention_pto).parameters
 _DEFAULTS = {n: p.default for n, p in _PARAMETERS.items() if p.default is not p.empty}
 _NAMES = [*_PARAMETERS]
-_EIGHT_BITS = _NAMES[_NAMES.index("weight_format") + 1 :]
+_QUANTIZATION = _NAMES[_NAMES.index("weight_format") + 1 :]
 
 
 def _in_stages(name: str, given: Mapping[str, Any]) -> SimpleNamespace:
@@ -174,7 +174,7 @@ def _in_stages(name: str, given: Mapping[str, Any]) -> SimpleNamespace:
     for each, value in given.items():
         if each not in _PARAMETERS:
             raise TypeError(f"{name}: npu_sparse_attention_pto has no argument `{each}`.")
-        if each in _EIGHT_BITS and (isinstance(value, Tensor) or value != _DEFAULTS[each]):
+        if each in _QUANTIZATION and (isinstance(value, Tensor) or value != _DEFAULTS[each]):
             raise NotSupported(
                 f"{name}: `{each}` is given, and the layer in stages has weights and caches of 16 "
                 "bits. Leave it out, or call the stages yourself."

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import quantised
+from .. import quantized
 from .. import sparse_attention as sparse
 
 
@@ -20,7 +20,7 @@ def select(
     options = options | dict(layout_key="PA_BSND")
     if scale is None:
         return sparse.npu_lightning_indexer(query, keys, weights, **options)[0]
-    return quantised.npu_quant_lightning_indexer(query, keys, weights, None, scale, 0, 0, **options)
+    return quantized.npu_quant_lightning_indexer(query, keys, weights, None, scale, 0, 0, **options)
 
 
 def select_with_scores(
@@ -29,7 +29,7 @@ def select_with_scores(
     options = options | dict(layout_key="PA_BSND")
     if scale is None:
         return sparse.npu_lightning_indexer_scores(query, keys, weights, **options)
-    return quantised.npu_quant_lightning_indexer_scores(
+    return quantized.npu_quant_lightning_indexer_scores(
         query, keys, weights, None, scale, 0, 0, **options
     )
 
@@ -58,7 +58,7 @@ def attend(
             return_softmax_lse=True,
             **options,
         )
-    return quantised.npu_kv_quant_sparse_flash_attention_lse(
+    return quantized.npu_kv_quant_sparse_flash_attention_lse(
         torch.cat([query, query_rope], -1),
         kv,
         kv,

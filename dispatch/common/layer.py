@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..op_spec import UNLIMITED
-from . import quantised
+from . import quantized
 
 
 class Stages(NamedTuple):
@@ -66,13 +66,13 @@ class Layer:
     scale_format: str
 
     @property
-    def in_rows(self) -> bool:
+    def kv_quantized(self) -> bool:
         """Latents and rotary keys are one cache of rows of 656 bytes."""
         return self.kv_kind != "none"
 
     def rows(self) -> Tensor:
         """That cache, as its values."""
-        return self.kv_cache.view(quantised.VALUES[self.kv_kind])
+        return self.kv_cache.view(quantized.VALUES[self.kv_kind])
 
     def of_mla_prolog(self) -> dict[str, Any]:
         return dict(
@@ -85,7 +85,7 @@ class Layer:
             rmsnorm_gamma_ckv=self.gamma_ckv,
             rope_sin=self.sin,
             rope_cos=self.cos,
-            kv_cache=self.rows() if self.in_rows else self.kv_cache,
+            kv_cache=self.rows() if self.kv_quantized else self.kv_cache,
             kr_cache=self.kr_cache,
             cache_index=self.cache_index,
             rmsnorm_epsilon_cq=self.rms_norm_eps,
@@ -99,11 +99,11 @@ class Layer:
             smooth_scales_cq=self.smooth_scales_cq,
             k_nope_clip_alpha=self.k_nope_clip_alpha,
             weight_quant_mode=self.weight_quant_mode,
-            kv_cache_quant_mode=3 if self.in_rows else 0,
+            kv_cache_quant_mode=3 if self.kv_quantized else 0,
             query_quant_mode=0,
-            ckvkr_repo_mode=int(self.in_rows),
-            quant_scale_repo_mode=int(self.in_rows),
-            tile_size=quantised.TILE,
+            ckvkr_repo_mode=int(self.kv_quantized),
+            quant_scale_repo_mode=int(self.kv_quantized),
+            tile_size=quantized.TILE,
             kv_cache_dtype=None,
             row_layout=self.row_layout,
             scale_format=self.scale_format,
@@ -153,7 +153,7 @@ class Layer:
             key_dequant_scale=None,
             value_dequant_scale=None,
             quant_scale_repo_mode=1,
-            tile_size=quantised.TILE,
+            tile_size=quantized.TILE,
             rope_head_dim=self.sin.shape[-1],
             key_dtype=None,
             value_dtype=None,
@@ -165,7 +165,7 @@ class Layer:
         self, stages: Stages, query: Tensor, query_rope: Tensor, indices: Tensor
     ) -> Tensor:
         out: Tensor
-        if self.in_rows:
+        if self.kv_quantized:
             both = torch.cat([query, query_rope], dim=-1)
             out = stages.kv_quant_sparse_flash_attention(**self.of_rows(both, indices))
         else:
@@ -178,7 +178,7 @@ class Layer:
         heads, _plain, rank = self.w_uk.shape
         rotary = self.sin.shape[-1]
         reason: str | None
-        if self.in_rows:
+        if self.kv_quantized:
             query = stand_in(self.x, heads, rank + rotary)
             reason = stages.kv_quant_sparse_flash_attention(**self.of_rows(query, indices))
         else:
@@ -230,17 +230,17 @@ class Whole(Layer):
         return self.w_idx_qb.numel() // (self.gamma_cq.shape[0] * self.in_gamma_k.shape[0])
 
     @property
-    def in_bytes(self) -> bool:
+    def index_quantized(self) -> bool:
         """The index keys are of 8 bits."""
         return self.index_kind != "none"
 
     def index_cache(self) -> tuple[Tensor, Tensor | None]:
         """Index keys and their scales; those of packed pages as views."""
-        if not self.in_bytes:
+        if not self.index_quantized:
             return self.index_k_cache, None
         if self.index_k_scale_cache is None:
-            return quantised.index_cache_views(self.index_k_cache, self.index_kind)
-        return self.index_k_cache.view(quantised.VALUES[self.index_kind]), self.index_k_scale_cache
+            return quantized.index_cache_views(self.index_k_cache, self.index_kind)
+        return self.index_k_cache.view(quantized.VALUES[self.index_kind]), self.index_k_scale_cache
 
     def of_indexer_prolog(self, query_norm: Tensor) -> dict[str, Any]:
         keys, scales = self.index_cache()
@@ -266,7 +266,7 @@ class Whole(Layer):
             dequant_scale_w_k=self.dequant_scale_w_idx_k,
             smooth_scales_cq=smooth,
             weight_quant_mode=self.index_weight_quant_mode,
-            kv_cache_quant_mode=3 if self.in_bytes else 0,
+            kv_cache_quant_mode=3 if self.index_quantized else 0,
             index_hadamard=self.index_hadamard,
             hadamard_round=self.hadamard_round,
             scale_format=self.scale_format,
@@ -284,7 +284,7 @@ class Whole(Layer):
                 query_dtype=None,
                 key_dtype=None,
             )
-            if self.in_bytes
+            if self.index_quantized
             else dict(return_value=False)
         )
         return own | dict(
@@ -309,11 +309,13 @@ class Whole(Layer):
         query_norm = stand_in(self.x, self.gamma_cq.shape[0])
         heads, size = self.index_heads, self.in_gamma_k.shape[0]
         query_index = stand_in(self.x, heads, size)
-        if self.in_bytes:
-            one = self.x.new_empty(1, dtype=quantised.VALUES[self.index_kind])
+        if self.index_quantized:
+            one = self.x.new_empty(1, dtype=quantized.VALUES[self.index_kind])
             query_index = one.expand(query_index.shape)
         scored = self.of_indexer(query_index, stand_in(self.x, heads))
-        indexer = stages.quant_lightning_indexer if self.in_bytes else stages.lightning_indexer
+        indexer = (
+            stages.quant_lightning_indexer if self.index_quantized else stages.lightning_indexer
+        )
         reason: str | None = stages.mla_prolog(**self.of_mla_prolog())
         reason = reason or stages.indexer_prolog(**self.of_indexer_prolog(query_norm))
         reason = reason or indexer(**scored)
@@ -322,7 +324,7 @@ class Whole(Layer):
     def selected(self, stages: Stages, query_index: Tensor, weights: Tensor) -> Tensor:
         scored = self.of_indexer(query_index, weights)
         indices: Tensor
-        if self.in_bytes:
+        if self.index_quantized:
             indices = stages.quant_lightning_indexer(**scored)
         else:
             indices = stages.lightning_indexer(**scored)[0]

@@ -3,7 +3,7 @@
 """DeepSeek-V4's attention layer out of its stages, for every backend: what each stage takes of the
 layer's arguments, and their order.  Rows and entries are written before attention reads one.
 
-Index queries for keys of 8 bits are transformed where they are quantised: rounded once less.
+Index queries for keys of 8 bits are transformed where they are quantized: rounded once less.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..op_spec import UNLIMITED
-from . import compressed, nz, quantised
+from . import compressed, nz, quantized
 from .layer import stand_in
 
 
@@ -92,12 +92,12 @@ class Layer:
     dequant_scale_w_o_b: Tensor | None
 
     @property
-    def in_rows(self) -> bool:
+    def kv_quantized(self) -> bool:
         """Window rows and entries are of 584 bytes."""
         return self.kv_kind != "none"
 
     @property
-    def in_bytes(self) -> bool:
+    def index_quantized(self) -> bool:
         """The index keys are of 8 bits."""
         return self.index_kind != "none"
 
@@ -120,7 +120,7 @@ class Layer:
             rms_norm_eps=self.rms_norm_eps,
             weight_format=self.weight_format,
             kv_kind=self.kv_kind,
-            index_hadamard=self.index_hadamard and not self.in_bytes,
+            index_hadamard=self.index_hadamard and not self.index_quantized,
             hadamard_round=self.hadamard_round,
             weight_quant_mode=self.weight_quant_mode,
             dequant_scale_w_dq=self.dequant_scale_w_dq,
@@ -181,7 +181,7 @@ class Layer:
             hadamard=self.index_hadamard,
         )
 
-    def of_quantisation(self, query_index: Tensor, weights: Tensor) -> dict[str, Any]:
+    def of_quantization(self, query_index: Tensor, weights: Tensor) -> dict[str, Any]:
         return dict(
             q=query_index,
             weights=weights,
@@ -197,11 +197,11 @@ class Layer:
         assert self.idx_k is not None
         own: dict[str, Any] = dict(return_value=False)
         keys = self.idx_k
-        if self.in_bytes:
+        if self.index_quantized:
             scales = self.idx_k_scale
             if scales is None:
-                keys, scales = quantised.index_cache_views(keys, self.index_kind)
-            keys = keys.view(quantised.VALUES[self.index_kind])
+                keys, scales = quantized.index_cache_views(keys, self.index_kind)
+            keys = keys.view(quantized.VALUES[self.index_kind])
             own = dict(
                 query_dequant_scale=None,
                 key_dequant_scale=scales,
@@ -229,8 +229,8 @@ class Layer:
 
     def of_attention(self, query: Tensor, indices: Tensor | None) -> dict[str, Any]:
         """Over either kind of rows."""
-        own = dict(kv_quant_mode=1, tile_size=quantised.V4_TILE, rope_head_dim=quantised.ROTARY)
-        return (own if self.in_rows else {}) | dict(
+        own = dict(kv_quant_mode=1, tile_size=quantized.V4_TILE, rope_head_dim=quantized.ROTARY)
+        return (own if self.kv_quantized else {}) | dict(
             q=query,
             ori_kv=self.ori_kv,
             cmp_kv=self.cmp_kv,
@@ -291,12 +291,14 @@ class Layer:
             index = stand_in(self.x, count, self.gamma_idx.shape[0])
             weights = stand_in(self.x, count)
             asked.append((reasons.compressor, self.of_index_keys(self.act_seqs)))
-            if self.in_bytes:
-                asked.append((reasons.quantize_index_query, self.of_quantisation(index, weights)))
-                one = self.x.new_empty(1, dtype=quantised.VALUES[self.index_kind])
+            if self.index_quantized:
+                asked.append((reasons.quantize_index_query, self.of_quantization(index, weights)))
+                one = self.x.new_empty(1, dtype=quantized.VALUES[self.index_kind])
                 index = one.expand(index.shape)
             indexer = (
-                reasons.quant_lightning_indexer if self.in_bytes else reasons.lightning_indexer
+                reasons.quant_lightning_indexer
+                if self.index_quantized
+                else reasons.lightning_indexer
             )
             asked.append((indexer, self.of_indexer(index, weights)))
             indices = stand_in(self.x, 1, self.sparse_count)
@@ -309,7 +311,7 @@ class Layer:
         return None
 
     def attention(self, stages: Stages) -> Callable[..., Any]:
-        if self.in_rows:
+        if self.kv_quantized:
             return stages.kv_quant_sparse_attn_sharedkv
         return stages.sparse_attn_sharedkv
 
@@ -334,8 +336,8 @@ class Layer:
 
     def selected(self, stages: Stages, query_index: Tensor, weights: Tensor) -> Tensor:
         indices: Tensor
-        if self.in_bytes:
-            given = self.of_quantisation(query_index, weights)
+        if self.index_quantized:
+            given = self.of_quantization(query_index, weights)
             query_index, weights = stages.quantize_index_query(**given)
             indices = stages.quant_lightning_indexer(**self.of_indexer(query_index, weights))
         else:

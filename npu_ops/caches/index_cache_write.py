@@ -12,7 +12,7 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from ..common import cores, entry, quantise, ragged, tiling, tune
+from ..common import cores, entry, quantize, ragged, tiling, tune
 
 
 @entry.jit(do_not_specialize=["rows", "page", "total", "k_row", "values_page", "scales_page"])
@@ -40,7 +40,7 @@ def write(
         outer = (slot // page).to(tl.int64)
         inner = slot % page
         x = tl.load(k + row.to(tl.int64) * k_row + d).to(tl.float32)
-        x, scale = quantise.of_floats(x[None], 1.0)
+        x, scale = quantize.of_floats(x[None], 1.0)
         to = values + outer * values_page + inner * SIZE + d[None]
         tl.store(to, x, mask=(d < of_values)[None])
         scale = tl.minimum(scale, 65504.0) if scales.dtype.element_ty == tl.float16 else scale
@@ -50,8 +50,8 @@ def write(
 
 def unsupported(k: Tensor, kind: str, index_hadamard: bool, **_: Any) -> str | None:
     return (
-        quantise.only_int8(kind)
-        or quantise.without_transform(index_hadamard)
+        quantize.only_int8(kind)
+        or quantize.without_transform(index_hadamard)
         or tiling.not_multiplied(k=k)
     )
 

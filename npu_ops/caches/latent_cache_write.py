@@ -14,8 +14,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...dispatch.common import quantised
-from ..common import cores, entry, quantise, ragged, tiling, tune
+from ...dispatch.common import quantized
+from ..common import cores, entry, quantize, ragged, tiling, tune
 
 
 @entry.jit(
@@ -60,7 +60,7 @@ def write(
         outer = (slot // page).to(tl.int64)
         inner = slot % page
         x = tl.load(ckv + row.to(tl.int64) * ckv_row + d).to(tl.float32)
-        x, scale = quantise.of_floats(x, fits)
+        x, scale = quantize.of_floats(x, fits)
         to = values + outer * values_page + inner * ROW + d
         tl.store(to, x, mask=(t < of_tiles)[:, None])
         to = scales + outer * scales_page + inner * (ROW // 4) + t
@@ -72,9 +72,9 @@ def write(
 
 
 def unsupported(ckv: Tensor, kind: str, row_layout: str, **_: Any) -> str | None:
-    if row_layout == quantised.V4:
+    if row_layout == quantized.V4:
         return f"row_layout={row_layout!r}, supported 'nope_rope_scale' and 'nope_scale_rope'"
-    return quantise.only_int8(kind) or tiling.not_multiplied(ckv=ckv)
+    return quantize.only_int8(kind) or tiling.not_multiplied(ckv=ckv)
 
 
 def forward(
@@ -91,7 +91,7 @@ def forward(
     if ckv.shape[0] * rows.numel() == 0:
         return
     pages, page = rows.shape[:2]
-    values, rope, scales = quantised.row_parts(rows, row_layout, torch.int8, k_rope.dtype)
+    values, rope, scales = quantized.row_parts(rows, row_layout, torch.int8, k_rope.dtype)
     write[(min(ckv.shape[0], cores.vector()),)](
         ckv,
         k_rope,
@@ -109,8 +109,8 @@ def forward(
         rope.stride(0),
         scales.stride(0),
         ROW=rows.shape[-1],
-        TILES=quantised.LATENT // quantised.TILE,
-        SIZE=quantised.TILE,
+        TILES=quantized.LATENT // quantized.TILE,
+        SIZE=quantized.TILE,
         ROTARY=rope_head_dim,
         ALPHA=k_nope_clip_alpha is not None,
         **tune.only("latent_cache_write.write").keywords,

@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry, quantise, tiling, tune
+from ..common import cores, entry, quantize, tiling, tune
 
 
 @entry.jit(do_not_specialize=["rows", "heads", "q_row", "q_head", "w_row"])
-def quantised(
+def quantized(
     q,
     weights,
     values,
@@ -38,7 +38,7 @@ def quantised(
         there = h < heads - first
         of = q + row * q_row + first * q_head + h[:, None] * q_head + d[None]
         x = tl.load(of, mask=there[:, None], other=0.0)
-        x, scale = quantise.of_floats(x.to(tl.float32), 1.0)
+        x, scale = quantize.of_floats(x.to(tl.float32), 1.0)
         at = row * heads + first + h
         tl.store(values + at[:, None] * SIZE + d[None], x, mask=there[:, None])
         if FOLD:
@@ -51,8 +51,8 @@ def unsupported(
     q: Tensor, weights: Tensor, kind: str, index_hadamard: bool, **_: Any
 ) -> str | None:
     return (
-        quantise.only_int8(kind)
-        or quantise.without_transform(index_hadamard)
+        quantize.only_int8(kind)
+        or quantize.without_transform(index_hadamard)
         or tiling.not_multiplied(q=q)
     )
 
@@ -72,9 +72,9 @@ def forward(
         return values, scales
     heads, size = q.shape[-2:]
     flat, w = q.flatten(0, -3), weights.flatten(0, -2)
-    config = tune.only("quantize_index_query.quantised")
+    config = tune.only("quantize_index_query.quantized")
     work = flat.shape[0] * -(-heads // config.tiles["HEAD_TILE"])
-    quantised[(min(work, cores.vector()),)](
+    quantized[(min(work, cores.vector()),)](
         flat,
         w,
         values,

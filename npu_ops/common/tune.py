@@ -186,24 +186,24 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "sparse_attn_sharedkv.accumulate": _accumulate(4),
     "index_cache_write.write": (Config({}),),
     "latent_cache_write.write": (Config({}),),
-    "quantize_index_query.quantised": (Config({"HEAD_TILE": 32}),),
+    "quantize_index_query.quantized": (Config({"HEAD_TILE": 32}),),
     # the last depth of each height takes what the other does not divide
-    "narrow_product.nz_sums": tuple(
+    "quantized_product.nz_sums": tuple(
         Config({"ROWS": rows, "PANELS": 4, "DEPTH": depth})
         for rows in (16, 32, 64, 128)
         for depth in (512, 128)
     ),
-    "narrow_product.nd_sums": tuple(
+    "quantized_product.nd_sums": tuple(
         Config({"ROWS": rows, "COLUMNS": 128, "DEPTH": 256}) for rows in (16, 32, 64, 128)
     ),
     # a core has few tokens: nothing to gain from double buffering
-    "narrow_rows.latents": tuple(
+    "quantized_rows.latents": tuple(
         Config({"MOST": rank}, {"multibuffer": False}) for rank in (1536, 2048)
     ),
-    "narrow_rows.index_keys": (Config({}),),
-    "narrow_rows.query_heads": tuple(Config({"HEAD_TILE": heads}) for heads in (8, 16, 32)),
-    "narrow_rows.index_heads": tuple(Config({"HEAD_TILE": heads}) for heads in (8, 32)),
-    "quantise.activations": (Config({"PIECE": 1024}),),
+    "quantized_rows.index_keys": (Config({}),),
+    "quantized_rows.query_heads": tuple(Config({"HEAD_TILE": heads}) for heads in (8, 16, 32)),
+    "quantized_rows.index_heads": tuple(Config({"HEAD_TILE": heads}) for heads in (8, 32)),
+    "quantize.activations": (Config({"PIECE": 1024}),),
     "sparse_flash_attention_grad.row_sums": (Config({"HEAD_TILE": 16}),),
     "sparse_flash_attention_grad.grad_query": tuple(
         Config({"HEAD_TILE": heads, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2})

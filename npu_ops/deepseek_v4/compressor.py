@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import compressed, memory
-from ..common import cores, entry, quantise, ragged, tiling, tune
+from ..common import cores, entry, quantize, ragged, tiling, tune
 from ..common.cores import turn
 from ..common.front_end import insert_slice
 from ..common.lengths import within
@@ -553,8 +553,8 @@ def finish(
             inner = tl.maximum(number, 0) % page
             if scales is not None:
                 by = tl.max(tl.abs(u), 0) / 127.0
-                u = quantise.rounded(u / quantise.divisor(by))
-                by = quantise.stored(tl.zeros((1,), tl.float32) + by, scales.dtype.element_ty)
+                u = quantize.rounded(u / quantize.divisor(by))
+                by = quantize.stored(tl.zeros((1,), tl.float32) + by, scales.dtype.element_ty)
                 of_scale = scales + outer * scales_page + inner + one
                 tl.store(of_scale, by, mask=one < tl.where(there, 1, 0))
             to = values + outer * values_page + inner * SIZE + e
@@ -727,7 +727,7 @@ def unsupported(
         return f"entries have {size} channels, the kernels take multiples of 16 up to {_CHANNELS}"
     if hadamard:
         return "hadamard=True: the transform has no kernel for the NPU yet"
-    return (None if kind == "none" else quantise.only_int8(kind)) or tiling.not_multiplied(x=x)
+    return (None if kind == "none" else quantize.only_int8(kind)) or tiling.not_multiplied(x=x)
 
 
 class Call:

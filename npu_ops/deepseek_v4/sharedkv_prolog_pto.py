@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory, nz
-from ..common import cores, entry, quantise, tiling, tune
+from ..common import cores, entry, quantize, tiling, tune
 from ..common.cores import turn
 from ..prolog import product
 from ..prolog.rows import _summed, _summed_to
@@ -381,7 +381,7 @@ def unsupported(
         return reason
     if kv_kind != "none":
         return f"kv_kind={kv_kind!r}: the cube and vector units of A2 and A3 have int8 and no fp8"
-    if reason := quantise.without_transform(index_hadamard):
+    if reason := quantize.without_transform(index_hadamard):
         return reason
     most = tune.TABLE["sharedkv_prolog_pto.of_tokens"][-1].tiles["WIDTH"]
     rank, size, rotary = gamma_cq.shape[0], gamma_kv.shape[0], rope_sin.shape[-1]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch.common import quantised
+from ...dispatch.common import quantized
 from ..common import tiling
 from . import lightning_indexer
 
@@ -23,7 +23,7 @@ def unsupported(
     cmp_ratio: int,
     **_: Any,
 ) -> str | None:
-    if quantised.typed(query, query_dtype).dtype is not torch.int8:
+    if quantized.typed(query, query_dtype).dtype is not torch.int8:
         return "fp8: the cube and vector units of A2 and A3 have int8 and no fp8"
     size = query.shape[-1]
     overflow = tiling.matmul_overflow(64, 128, size)
@@ -62,7 +62,7 @@ def selected(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """(indices, their scores in float32, or none)"""
-    query, key = quantised.typed(query, query_dtype), quantised.typed(key, key_dtype)
+    query, key = quantized.typed(query, query_dtype), quantized.typed(key, key_dtype)
     return lightning_indexer.select(
         query,
         key,

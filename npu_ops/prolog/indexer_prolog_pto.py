@@ -5,7 +5,7 @@
     query_index = RoPE(rnd(c W_qb))   key = RoPE(rnd(LayerNorm(x W_k)))   weights = rnd(x W_proj)
 
 RoPE turns the first Dr dims of a head and rounds them; the others pass.  x W_k is not rounded.
-Weights or a cache of 8 bits: narrow_prolog.py.
+Weights or a cache of 8 bits: quantized_prolog.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import memory, nz
 from ...dispatch.ops.prolog.indexer_prolog_pto import Arguments
-from ..common import quantise, tiling
-from . import narrow_prolog, product, rows
+from ..common import quantize, tiling
+from . import product, quantized_prolog, rows
 
 
 def unsupported(
@@ -32,9 +32,9 @@ def unsupported(
     index_hadamard: bool = False,
     **_: Any,
 ) -> str | None:
-    in_bytes = index_k_cache if kv_cache_quant_mode else None
-    reason = narrow_prolog.unsupported(weight_quant_mode, in_bytes)
-    if reason := reason or quantise.without_transform(index_hadamard):
+    index_quantized = index_k_cache if kv_cache_quant_mode else None
+    reason = quantized_prolog.unsupported(weight_quant_mode, index_quantized)
+    if reason := reason or quantize.without_transform(index_hadamard):
         return reason
     if reason := tiling.not_multiplied(token_x=token_x):
         return reason
@@ -47,7 +47,7 @@ def unsupported(
 def forward(**arguments: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     if arguments["weight_quant_mode"] or arguments["kv_cache_quant_mode"]:
         heads = nz.columns_of(arguments["weight_proj"], arguments["weight_format"])
-        return narrow_prolog.indexer(**arguments, heads=heads)
+        return quantized_prolog.indexer(**arguments, heads=heads)
     return _of_16_bits(**arguments)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """The int8 prolog of the indexer: indexer_prolog_pto.py gives queries and keys in the working
-dtype, the cube multiplies them by the transform, the writers quantise them.
+dtype, the cube multiplies them by the transform, the writers quantize them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch.common import memory, w8a8c8
+from ...dispatch.common import lightning_indexer_prolog, memory
 from ..caches import index_cache_write, quantize_index_query
 from . import indexer_prolog_pto, product
 
@@ -36,10 +36,12 @@ def forward(**a: Any) -> tuple[Tensor, Tensor, Tensor]:
     size = a["ln_gamma_k"].shape[0]
     keys = memory.empty((tokens, 1, 1, size), dtype, device)
     own = torch.arange(tokens, dtype=torch.int32, device=device)
-    query, weights = indexer_prolog_pto.forward(**w8a8c8.as_pto(a, keys, own))
+    query, weights = indexer_prolog_pto.forward(**lightning_indexer_prolog.as_pto(a, keys, own))
     keys = _transformed(keys.view(tokens, size), a["hadamard_k"])
-    index_cache_write.forward(**w8a8c8.of_cache_write(a, keys))
+    index_cache_write.forward(**lightning_indexer_prolog.of_cache_write(a, keys))
     query = _transformed(query.flatten(0, -2), a["hadamard_q"]).view(query.shape[1:])
-    values, scale = quantize_index_query.forward(**w8a8c8.of_query(query, weights[0]))
+    values, scale = quantize_index_query.forward(
+        **lightning_indexer_prolog.of_query(query, weights[0])
+    )
     half = scale.clamp(max=torch.finfo(torch.float16).max).to(torch.float16)
-    return values, half[..., None], w8a8c8.scaled(weights[0], size)
+    return values, half[..., None], lightning_indexer_prolog.scaled(weights[0], size)

@@ -8,7 +8,7 @@
 Without W_dq, c is x, and the two products of x share a launch.
 
 The products run on the cube (product.py), the rest on the vector cores (rows.py), row by row.
-Weights or a cache of 8 bits: narrow_prolog.py.
+Weights or a cache of 8 bits: quantized_prolog.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import memory, mla_v3
 from ...dispatch.ops.prolog.mla_prolog_pto import Arguments
-from . import absorption, narrow_prolog, narrow_rows, product, rows
-from .narrow_product import Rows
+from . import absorption, product, quantized_prolog, quantized_rows, rows
+from .quantized_product import Rows
 
 
 def unsupported(
@@ -37,12 +37,12 @@ def unsupported(
     kv_cache_dtype: int | None = None,
     **_: Any,
 ) -> str | None:
-    in_rows = kv_cache if kv_cache_quant_mode else None
-    reason = narrow_prolog.unsupported(weight_quant_mode, in_rows, kv_cache_dtype)
-    if reason := reason or narrow_prolog.not_multiplied(token_x, weight_uk):
+    kv_quantized = kv_cache if kv_cache_quant_mode else None
+    reason = quantized_prolog.unsupported(weight_quant_mode, kv_quantized, kv_cache_dtype)
+    if reason := reason or quantized_prolog.not_multiplied(token_x, weight_uk):
         return reason
-    narrow = weight_quant_mode or kv_cache_quant_mode
-    widest = narrow_rows.widest() if narrow else rows.widest()
+    is_quantized = weight_quant_mode or kv_cache_quant_mode
+    widest = quantized_rows.widest() if is_quantized else rows.widest()
     ranks = 0 if rmsnorm_gamma_cq is None else rmsnorm_gamma_cq.shape[0]
     if max(ranks, kv_cache.shape[-1]) > widest:
         return f"a row of more than {widest} numbers does not fit into UB at once"
@@ -63,7 +63,7 @@ def v3(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def with_rows(**arguments: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
     """Behind the outputs the query norm as its product takes it."""
     if arguments["weight_quant_mode"] or arguments["kv_cache_quant_mode"]:
-        return narrow_prolog.mla(**arguments)
+        return quantized_prolog.mla(**arguments)
     outputs = _of_16_bits(**arguments)
     return *outputs, Rows(outputs[2])
 

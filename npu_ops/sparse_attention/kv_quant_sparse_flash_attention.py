@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dispatch.common import quantised
+from ...dispatch.common import quantized
 from ..common import ragged
 from . import sparse_flash_attention
 
@@ -25,15 +25,15 @@ def unsupported(
     key_dtype: int | None,
     **_: Any,
 ) -> str | None:
-    if quantised.typed(key, key_dtype).dtype is not torch.int8:
+    if quantized.typed(key, key_dtype).dtype is not torch.int8:
         return "rows of fp8: the cube and vector units of A2 and A3 have int8 and no fp8"
     if key.ndim == 4 and key.shape[0] > 1 and key.stride(0) % max(key.stride(1), 1):
         return f"`key` has pages {key.stride(0)} bytes apart, not a multiple of its row stride"
     return sparse_flash_attention.unsupported(
-        query.narrow(-1, 0, quantised.LATENT),
+        query.narrow(-1, 0, quantized.LATENT),
         key,
         value,
-        query[..., quantised.LATENT :],
+        query[..., quantized.LATENT :],
         None,
         block_table,
         sparse_indices,
@@ -69,7 +69,7 @@ def attended(
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, softmax_max, softmax_sum)"""
-    parts = quantised.row_parts(key, row_layout, torch.int8, query.dtype)
+    parts = quantized.row_parts(key, row_layout, torch.int8, query.dtype)
     plan = ragged.plan(
         query,
         key,
@@ -81,8 +81,8 @@ def attended(
         sparse_mode,
     )
     return sparse_flash_attention.attended(
-        query.narrow(-1, 0, quantised.LATENT),
-        query.narrow(-1, quantised.LATENT, rope_head_dim),
+        query.narrow(-1, 0, quantized.LATENT),
+        query.narrow(-1, quantized.LATENT, rope_head_dim),
         *parts,
         sparse_indices,
         scale_value,
@@ -90,5 +90,5 @@ def attended(
         sinks,
         plan,
         ROTARY=rope_head_dim,
-        TILES=quantised.LATENT // quantised.TILE,
+        TILES=quantized.LATENT // quantized.TILE,
     )

@@ -7,7 +7,7 @@
     scores and top-k                             ->  attention over the selected keys
 
 Four launches before the scores.  Every cache row is written before any cache is read.
-Where all weights have 8 bits: nine (narrow_prolog.py); only some, or caches alone: stage by stage.
+Where all weights have 8 bits: nine (quantized_prolog.py); only some, or caches alone: by stages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...dispatch.common import layer, memory, nz
 from ..indexer import lightning_indexer, quant_lightning_indexer
-from ..prolog import absorption, indexer_prolog_pto, mla_prolog_pto, narrow_prolog, product, rows
+from ..prolog import absorption, indexer_prolog_pto, mla_prolog_pto, product, quantized_prolog, rows
 from . import kv_quant_sparse_flash_attention, sparse_flash_attention
 
 _MODULES = (
@@ -118,8 +118,8 @@ def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
     a = layer.Whole(**arguments)
     if a.weight_quant_mode == a.index_weight_quant_mode == 2:
         heads = nz.columns_of(a.w_idx_proj, a.weight_format)
-        query, query_rope, query_index, weights = narrow_prolog.both(a, heads)
-    elif a.weight_quant_mode or a.index_weight_quant_mode or a.in_rows or a.in_bytes:
+        query, query_rope, query_index, weights = quantized_prolog.both(a, heads)
+    elif a.weight_quant_mode or a.index_weight_quant_mode or a.kv_quantized or a.index_quantized:
         return a.run(STAGES)
     else:
         query, query_rope, query_index, weights = prologs(a)

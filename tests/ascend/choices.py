@@ -62,7 +62,7 @@ def _products() -> Iterator[Choice]:
 
 def _rows() -> Iterator[Choice]:
     """Heads of 128 are no reason for a tile of more heads."""
-    file = "narrow_rows"
+    file = "quantized_rows"
 
     def of(name: str) -> Any:
         return getattr(places.module(file), name)

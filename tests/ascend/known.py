@@ -74,8 +74,8 @@ _SCALAR = {
     "lightning_indexer_grad.grad_query": "the length of a request, beside tiles of keys",
     "sparse_flash_attention.resolve": "the page of an index is looked up, one load each",
     "sparse_flash_attention.gather": "one index a row, and the row is one copy",
-    "narrow_rows.query_heads": "one scale a token, beside tiles of heads",
-    "narrow_rows.index_heads": "one scale a token, beside tiles of heads",
+    "quantized_rows.query_heads": "one scale a token, beside tiles of heads",
+    "quantized_rows.index_heads": "one scale a token, beside tiles of heads",
     "sparse_flash_attention.collect": "two indices a copy of two rows",
     "sparse_flash_attention.attend": "the length of a token's selection, beside a tile of keys",
     "sparse_flash_attention.merge": "one maximum and one sum a head, whose parts move in bulk",
@@ -219,7 +219,7 @@ _SPREAD = (
 _TIGHT = (
     *(Known(_UPDATE, "tight", _HALF, tiles=(("VALUE_TILE", size),)) for size in (64, 32)),
     Known(
-        "narrow_rows.latents",
+        "quantized_rows.latents",
         "tight",
         "a query latent of 2048 and its int8 form; where it did not fit, memory would be shared",
         tiles=(("MOST", 2048),),

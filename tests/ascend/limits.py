@@ -208,7 +208,7 @@ def _attentions() -> Iterator[Limit]:
     yield Limit("block_indexer", given, dict(query=_t(1, 4, 24)), "a head size of 24")
 
     rows = _t(2, 128, 1, 656, dtype=torch.int8)
-    quantised = dict(
+    quantized = dict(
         query=_t(1, 1, 1, 576),
         key=rows,
         value=rows,
@@ -218,12 +218,12 @@ def _attentions() -> Iterator[Limit]:
         key_dtype=None,
     )
     further = dict(block_table=_t(1, MOST // 128 + 1))
-    yield Limit("kv_quant_sparse_flash_attention", quantised, further, far)
+    yield Limit("kv_quant_sparse_flash_attention", quantized, further, far)
     one, two = (
         _t(2**18, dtype=torch.int8).as_strided((pages, 128, 1, 656), (84000, 656, 656, 1))
         for pages in (1, 2)
     )
-    given = quantised | dict(key=one, value=one, block_table=_t(1, 1))
+    given = quantized | dict(key=one, value=one, block_table=_t(1, 1))
     apart = dict(key=two, value=two)
     yield Limit("kv_quant_sparse_flash_attention", given, apart, "pages 84000 bytes apart")
 
@@ -293,7 +293,7 @@ def _prologs() -> Iterator[Limit]:
     yield Limit("mla_prolog_pto", plain, dict(kv_cache=_t(1, 16, 1, wide + 1)), said)
 
     int8, fp8 = torch.int8, torch.float8_e4m3fn
-    wide = tune.TABLE["narrow_rows.latents"][-1].tiles["MOST"]
+    wide = tune.TABLE["quantized_rows.latents"][-1].tiles["MOST"]
     given = given | dict(weight_quant_mode=2, rmsnorm_gamma_cq=_t(wide))
     given |= dict(kv_cache_quant_mode=3, kv_cache=_t(1, 16, 1, 656, dtype=int8))
     fits = dict(rmsnorm_gamma_cq=_t(wide + 1))
@@ -304,10 +304,10 @@ def _prologs() -> Iterator[Limit]:
 
     given = dict(token_x=_t(1, 8), ln_gamma_k=_t(128), rope_sin=_t(1, 64), weight_quant_mode=1)
     given |= dict(kv_cache_quant_mode=3, index_k_cache=_t(1, 16, 1, 128, dtype=int8))
-    w8a8c8 = dict(token_x=_t(1, 8), ln_gamma_k=_t(128), sin_idx_rope=_t(1, 64))
-    w8a8c8 |= dict(idx_k_cache=_t(1, 16, 1, 128, dtype=int8))
+    lightning = dict(token_x=_t(1, 8), ln_gamma_k=_t(128), sin_idx_rope=_t(1, 64))
+    lightning |= dict(idx_k_cache=_t(1, 16, 1, 128, dtype=int8))
     angles = dict(sin_idx_rope=_t(1, 72))
-    yield Limit("lightning_indexer_prolog_pto", w8a8c8, angles, "72 rotary dims of 128")
+    yield Limit("lightning_indexer_prolog_pto", lightning, angles, "72 rotary dims of 128")
     keys = dict(index_k_cache=_t(1, 16, 1, 128, dtype=fp8))
     yield Limit("indexer_prolog_pto", given, keys, "a cache of fp8")
     yield Limit("indexer_prolog_pto", given, dict(weight_quant_mode=4), "weight_quant_mode=4")

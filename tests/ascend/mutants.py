@@ -279,18 +279,18 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("score >= LEAST_SCORE", "the least score stays itself"),
         ("position <= LONGEST", "no indexer of an NPU gives a position so far"),
     ),
-    "narrow_product._cut": (
+    "quantized_product._cut": (
         ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
     ),
-    "narrow_prolog.both": (
+    "quantized_prolog.both": (
         ("-> new(index_heads, tokens)", _NUMBERS),
         ("-> new(rank, tokens)", _NUMBERS),
     ),
-    "narrow_rows.of_latents": (
+    "quantized_rows.of_latents": (
         ("latent, rank, rotary)", _NAMED),
         ("rank, rotary, latent)", _NAMED),
     ),
-    "narrow_rows.of_query_heads": (("heads, rotary, size)", _NAMED),),
+    "quantized_rows.of_query_heads": (("heads, rotary, size)", _NAMED),),
     "product._cut": (
         ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
         ("config.tiles['PANELS'] < 8", _TILES),

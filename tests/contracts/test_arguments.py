@@ -34,7 +34,7 @@ MEANT = {
     # float32, rounded later
     ("cuda_ops/attention/hopper/fused_attention_backward.py", "sums", "grad_q"),
     ("cuda_ops/attention/hopper/fused_attention_backward.py", "D", "WIDTH"),
-    ("cuda_ops/prolog/hopper/quantised_matmul.py", "B1", "B2"),
+    ("cuda_ops/prolog/hopper/quantized_matmul.py", "B1", "B2"),
     ("cuda_ops/indexer/hopper/topk.py", "drawn", "x"),
     ("cuda_ops/indexer/hopper/topk_of_short_rows.py", "drawn", "x"),
     ("cuda_ops/indexer/hopper/topk_of_short_rows.py", "length", "hi"),  # the last part's end

@@ -124,7 +124,7 @@ def convolved(weight: Tensor, **changes: Any) -> Any:
     return custom.npu_causal_conv1d(r(1, 9, 16), weight, **changes)
 
 
-def quantised(dtype: torch.dtype, *modes: int, **changes: Any) -> Any:
+def quantized(dtype: torch.dtype, *modes: int, **changes: Any) -> Any:
     q = torch.zeros(1, 1, 4, 128, dtype=dtype)
     k, scales = torch.zeros(2, 16, 1, 128, dtype=dtype), r(2, 16, 1)
     paged = dict(layout_key="PA_BSND", block_table=i32(0, 1)[None], actual_seq_lengths_key=i32(20))
@@ -410,13 +410,13 @@ MISTAKES = {
         "torch.as_tensor().",
     ),
     "bytes that say no dtype": Mistake(
-        lambda: quantised(torch.uint8, 0, 0),
+        lambda: quantized(torch.uint8, 0, 0),
         TypeError,
         "npu_quant_lightning_indexer: `query` is uint8 and `query_dtype` is None, expected the "
         "dtype of its values. Pass query_dtype=torch.float8_e4m3fn or torch.int8.",
     ),
     "no quant modes": Mistake(
-        lambda: quantised(torch.int8),
+        lambda: quantized(torch.int8),
         TypeError,
         "npu_quant_lightning_indexer: `query_quant_mode`, `key_quant_mode` are missing. They have "
         "no default: pass a value for each.",

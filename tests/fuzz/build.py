@@ -14,7 +14,7 @@ from torch import Tensor
 import custom
 from custom.bench.sparse_attention import INDEXER_PROLOG, MLA_PROLOG
 
-from ..support import convolution, eight_bits, kda, layer_v4, ragged
+from ..support import convolution, kda, layer_v4, quantization, ragged
 from ..support.blocks import Problem as Blocks
 from ..support.delta_rule import Sequences, Step, moved
 from ..support.layer import CACHES, P, formatted, layer
@@ -166,7 +166,7 @@ def _in_8_bits(p: _Ragged, kind: str, dtype: torch.dtype) -> None:
     narrow = torch.float32 if dtype is torch.float64 else dtype
     half = kind == "int8" or narrow is torch.float16
     for name in ("query", "key"):
-        values, scale = eight_bits.quantised(given[name], kind, "fp32")
+        values, scale = quantization.quantized(given[name], kind, "fp32")
         of = torch.int8 if kind == "int8" else torch.float8_e4m3fn
         values = torch.from_numpy(values).view(of)
         by = torch.from_numpy(scale).to(narrow if half else torch.float32)
@@ -622,7 +622,7 @@ def _layer_v4(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
         window=case["window"],
         holes=case["holes"],
     )
-    given |= layer_v4.of_8_bits(given, case["quant"])
+    given |= layer_v4.quantized(given, case["quant"])
     for name, x in given.items():
         if isinstance(x, Tensor) and not name.startswith("dequant_scale_"):
             if x.is_floating_point() and x.element_size() > 1:
@@ -648,7 +648,7 @@ def _sized(*names: str) -> Callable[[Case, torch.dtype], tuple[Arguments, Garbag
         given = sample(case["op"], CPU, dtype, case["seed"], B=b, S=s, **sizes)
         if case.get("quant"):  # their NZ has other columns
             given |= {n: custom.from_nz(x) for n, x in given.items() if n.startswith("w_")}
-            given |= layer_v4.of_8_bits(given, case["quant"]) | dict(weight_format="nd")
+            given |= layer_v4.quantized(given, case["quant"]) | dict(weight_format="nd")
         return given, {}
 
     return build

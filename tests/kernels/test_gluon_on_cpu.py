@@ -40,7 +40,7 @@ from custom.cuda_ops.common import (
     handover,
     lengths,
     loss,
-    quantise,
+    quantize,
     rows,
     scatter,
     selection,
@@ -49,8 +49,8 @@ from custom.cuda_ops.common.topk import EVERY
 from custom.cuda_ops.indexer import indexer_loss, lightning_indexer_grad
 from custom.cuda_ops.prolog import (
     nz_matmul,
-    quantised_matmul,
-    quantised_stages,
+    quantized_matmul,
+    quantized_stages,
     stages,
 )
 from custom.cuda_ops.sparse_attention import sparse_flash_attention
@@ -63,9 +63,9 @@ from custom.dispatch.reference.indexer import lightning_indexer_grad as referenc
 import custom
 from custom import to_nz
 
-from ..support import eight_bits
+from ..support import quantization
 from ..support.gluon_on_cpu import At, Program, stand_in
-from ..support.quantised_indexer import Problem
+from ..support.quantized_indexer import Problem
 from ..support.ragged import ends_within
 from ..support.samples import apart
 
@@ -348,8 +348,8 @@ def of_loss(heads: int, size: int, S: int, S2: int, K: int, lse: bool) -> dict:
 )
 def test_loss_of_narrow_keys(heads, size, lse, monkeypatch):
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
-    stand_in(monkeypatch, loss, indexer_loss, hopper.indexer_loss_narrow)
-    calls = counted(monkeypatch, hopper.indexer_loss_narrow)
+    stand_in(monkeypatch, loss, indexer_loss, hopper.indexer_loss_hdim256)
+    calls = counted(monkeypatch, hopper.indexer_loss_hdim256)
     given = of_loss(heads, size, 3, 150, 130, lse)
     got = indexer_loss.forward(**given)
     assert len(calls) == 1
@@ -436,12 +436,12 @@ def prologs(monkeypatch):
         hopper.query_stage,
         hopper.nz_matmul,
         hopper.prompt_matmul,
-        hopper.quantised_heads,
-        hopper.quantised_matmul,
-        hopper.quantised_prompt_matmul,
+        hopper.quantized_heads,
+        hopper.quantized_matmul,
+        hopper.quantized_prompt_matmul,
         hopper.rotation,
         hopper.tma,
-        quantise,
+        quantize,
     ]
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
     monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
@@ -524,7 +524,7 @@ def test_product_of_a_prompt(tokens, depth, columns, form, prologs, prompts, mon
     assert prompts
 
 
-def narrow(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3, a scale for each row and 128 columns)"""
     scale = torch.rand(len(x), -(-x.shape[1] // 128)) + 0.5
     return (x * 30).to(torch.float8_e4m3fn), scale
@@ -538,17 +538,17 @@ def wide(values: torch.Tensor, scale: torch.Tensor, rows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("tokens, depth", [(3, 1024), (20, 1168), (40, 336), (70, 448), (150, 192)])
 def test_fp8_product(tokens, depth, prologs):
-    x, x_scale = narrow(normal(tokens, depth))
+    x, x_scale = quantized(normal(tokens, depth))
     sizes = (96, 16, 320)
-    weights = [narrow(normal(size, depth)) for size in sizes]
+    weights = [quantized(normal(size, depth)) for size in sizes]
     scales = [scale[::128].contiguous() for _, scale in weights]
-    parts = quantised_matmul.product(
-        quantised_matmul.Rows(x, x_scale),
+    parts = quantized_matmul.product(
+        quantized_matmul.Rows(x, x_scale),
         [
-            quantised_matmul.Weight(w, size, scale.t().contiguous())
+            quantized_matmul.Weight(w, size, scale.t().contiguous())
             for (w, _), size, scale in zip(weights, sizes, scales, strict=True)
         ],
-        quantised_matmul.LINEAR.value,
+        quantized_matmul.LINEAR.value,
         torch.bfloat16,
         keep_float=True,
     )
@@ -572,20 +572,20 @@ def test_fp8_product_of_groups(tokens, depth, sms, prologs, monkeypatch):
     """sms 1: more blocks of k in a run than shared memory has the scales of."""
     monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: sms)
     groups, size = 3, 160
-    x = [narrow(normal(tokens, depth)) for _ in range(groups)]
-    weights = [narrow(normal(size, depth)) for _ in range(groups)]
+    x = [quantized(normal(tokens, depth)) for _ in range(groups)]
+    weights = [quantized(normal(size, depth)) for _ in range(groups)]
     scales = [scale[::128].contiguous() for _, scale in weights]
     values, scale = map(torch.cat, zip(*x, strict=True))
-    parts = quantised_matmul.product(
-        quantised_matmul.Rows(values, scale),
+    parts = quantized_matmul.product(
+        quantized_matmul.Rows(values, scale),
         [
-            quantised_matmul.Weight(
+            quantized_matmul.Weight(
                 torch.stack([w for w, _ in weights]),
                 size,
                 torch.stack([scale.t().contiguous() for scale in scales]),
             )
         ],
-        quantised_matmul.LINEAR.value,
+        quantized_matmul.LINEAR.value,
         torch.bfloat16,
         keep_float=True,
         groups=groups,
@@ -594,21 +594,21 @@ def test_fp8_product_of_groups(tokens, depth, sms, prologs, monkeypatch):
     near(parts.sum(0), torch.cat(wanted, 1), 1e-5)
 
 
-def narrow_groups(
+def quantized_groups(
     groups: int, tokens: int, depth: int, columns: int
-) -> tuple[quantised_matmul.Rows, quantised_matmul.Weight, torch.Tensor]:
+) -> tuple[quantized_matmul.Rows, quantized_matmul.Weight, torch.Tensor]:
     """x and weights of groups, and what their product is in float32."""
-    x = [narrow(normal(tokens, depth)) for _ in range(groups)]
-    w = [narrow(normal(columns, depth)) for _ in range(groups)]
+    x = [quantized(normal(tokens, depth)) for _ in range(groups)]
+    w = [quantized(normal(columns, depth)) for _ in range(groups)]
     w = [(values, scale[::128].contiguous()) for values, scale in w]
     wanted = [wide(*x[g], 1) @ wide(*w[g], 128).t() for g in range(groups)]
     values, scale = map(torch.cat, zip(*x, strict=True))
-    weight = quantised_matmul.Weight(
+    weight = quantized_matmul.Weight(
         torch.stack([values for values, _ in w]).squeeze(0),
         columns,
         torch.stack([scale.t().contiguous() for _, scale in w]),
     )
-    return quantised_matmul.Rows(values, scale), weight, torch.cat(wanted, 1)
+    return quantized_matmul.Rows(values, scale), weight, torch.cat(wanted, 1)
 
 
 @pytest.mark.parametrize(
@@ -618,30 +618,30 @@ def narrow_groups(
 def test_fp8_product_of_a_prompt(groups, tokens, depth, columns, prologs, monkeypatch):
     """Tiles that nothing divides; more of them than programs, and as many."""
     monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 5)
-    x, weight, wanted = narrow_groups(groups, tokens, depth, columns)
-    form = quantised_matmul.LINEAR.value
-    assert quantised_matmul.is_prompt(x, weight, form, torch.bfloat16, groups)
-    [got] = quantised_matmul.product(x, [weight], form, torch.bfloat16, groups=groups)
+    x, weight, wanted = quantized_groups(groups, tokens, depth, columns)
+    form = quantized_matmul.LINEAR.value
+    assert quantized_matmul.is_prompt(x, weight, form, torch.bfloat16, groups)
+    [got] = quantized_matmul.product(x, [weight], form, torch.bfloat16, groups=groups)
     near(got, wanted)
 
 
 @pytest.mark.parametrize(
     "groups, tokens, depth, columns", [(1, 300, 208, 384), (2, 257, 64, 128), (3, 530, 272, 256)]
 )
-def test_fp8_product_that_is_quantised(groups, tokens, depth, columns, prologs, monkeypatch):
+def test_fp8_product_that_is_quantized(groups, tokens, depth, columns, prologs, monkeypatch):
     """The bytes and scales of the product that is not."""
     monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 5)
-    x, weight, wanted = narrow_groups(groups, tokens, depth, columns)
+    x, weight, wanted = quantized_groups(groups, tokens, depth, columns)
     x.scale[5] *= 1e9
     x.scale[6] *= 1e-9
     x.scale[7] = 0
-    form = quantised_matmul.LINEAR.value
-    [whole] = quantised_matmul.product(x, [weight], form, torch.bfloat16, groups=groups)
-    values, scale = eight_bits.activations(whole, "fp8")
-    got = quantised_matmul.narrow_product(x, weight, torch.bfloat16, groups=groups)
+    form = quantized_matmul.LINEAR.value
+    [whole] = quantized_matmul.product(x, [weight], form, torch.bfloat16, groups=groups)
+    values, scale = quantization.activations(whole, "fp8")
+    got = quantized_matmul.quantized_product(x, weight, torch.bfloat16, groups=groups)
     assert torch.equal(got.values.view(torch.uint8), values.view(torch.uint8))
     assert torch.equal(got.scale, scale)
-    stands_for = eight_bits.stands_for(values, scale).float()
+    stands_for = quantization.stands_for(values, scale).float()
     assert (stands_for[8:] - wanted[8:]).norm() < 0.04 * wanted[8:].norm()
 
 
@@ -685,13 +685,14 @@ def test_fp8_query_heads(tokens, parts, prologs, monkeypatch):
     """Also on a Triton that reinterprets no part of a memory."""
     monkeypatch.setattr(gluon_names, "REINTERPRETS_PARTS", parts)
     heads, depth, rank, interleaved = 2, 1152, 256, tokens % 3 == 0
-    monkeypatch.setattr(hopper.quantised_heads, "supports", lambda *_: True)
-    (c, c_scale), (w, w_scale) = narrow(normal(tokens, depth)), narrow(normal(heads * 192, depth))
+    monkeypatch.setattr(hopper.quantized_heads, "supports", lambda *_: True)
+    c, c_scale = quantized(normal(tokens, depth))
+    w, w_scale = quantized(normal(heads * 192, depth))
     w_scale, w_uk = w_scale[::128] / 1024, normal(heads, 128, rank)
     sin, cos = normal(2, tokens, 64)
-    query, query_rope = quantised_stages.query_heads(
-        quantised_matmul.Rows(c, c_scale),
-        quantised_matmul.Weight(w, heads * 192, w_scale.t().contiguous()),
+    query, query_rope = quantized_stages.query_heads(
+        quantized_matmul.Rows(c, c_scale),
+        quantized_matmul.Weight(w, heads * 192, w_scale.t().contiguous()),
         "linear",
         w_uk,
         sin,

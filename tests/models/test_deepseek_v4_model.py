@@ -31,7 +31,7 @@ from custom.integrations.transformers import (  # noqa: E402
     use,
 )
 
-from ..support import eight_bits, layer_v4  # noqa: E402
+from ..support import layer_v4, quantization  # noqa: E402
 from ..support.deepseek_v4 import CSA, HCA, SLIDING, Attention, config, drawn, float64  # noqa: E402
 from ..support.models import NEW, deepseek_v4, greedy, ragged  # noqa: E402
 
@@ -300,7 +300,7 @@ def test_custom_sparse_has_the_model_s_gradients(model):
 # ------------------------------------------------------------------------------- weights and caches
 
 
-_NARROW = ("w_dq", "w_kv", "w_o_a", "w_o_b", "w_uq", "w_idx_qb")
+_QUANTIZED = ("w_dq", "w_kv", "w_o_a", "w_o_b", "w_uq", "w_idx_qb")
 
 
 def checkpoint_of(weight):
@@ -318,7 +318,7 @@ def checkpoint_of(weight):
     return values, scales.to(torch.float8_e8m0fnu), stands
 
 
-def test_a_checkpoint_of_8_bits_stands_for_its_weights():
+def test_a_quantized_checkpoint_stands_for_its_weights():
     weight = torch.randn(200, 300) * torch.logspace(-3, 3, 300)
     values, scales, stands = checkpoint_of(weight)
     assert len(scales.float().unique()) > 2
@@ -337,7 +337,7 @@ def test_a_checkpoint_of_8_bits_stands_for_its_weights():
 
 
 EVERY_EXPERT = dict(index_topk=64, num_experts_per_tok=4)  # nothing that a near-tie decides
-OF_8_BITS = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj")
+QUANTIZED = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj")
 
 
 def checkpoint_in_int8(weight):
@@ -347,19 +347,19 @@ def checkpoint_in_int8(weight):
     return values, scale, values.double() * scale.double()
 
 
-def narrowed(model, kind="fp8"):
+def quantized_model(model, kind="fp8"):
     """(the model with attention projections as a checkpoint of 8 bits has them, the one that they
     stand for)"""
-    narrow, wide = copy.deepcopy(model), copy.deepcopy(model)
+    quantized, wide = copy.deepcopy(model), copy.deepcopy(model)
     of, leaf = (
         (checkpoint_of, "weight_scale_inv")
         if kind == "fp8"
         else (checkpoint_in_int8, "weight_scale")
     )
-    for theirs, ours in zip(wide.model.layers, narrow.model.layers, strict=True):
+    for theirs, ours in zip(wide.model.layers, quantized.model.layers, strict=True):
         tensors, index = {}, "compressor.indexer.q_b_proj"
         has_index = hasattr(theirs.self_attn.compressor, "indexer")
-        for name in (*OF_8_BITS, index) if has_index else OF_8_BITS:
+        for name in (*QUANTIZED, index) if has_index else QUANTIZED:
             linear = theirs.self_attn.get_submodule(name)
             values, scales, stands = of(linear.weight.detach())
             linear.weight.data.copy_(stands)
@@ -368,7 +368,7 @@ def narrowed(model, kind="fp8"):
                 sizes = linear.in_features, linear.out_features
                 ours.self_attn.set_submodule(name, FP8Linear(*sizes, (128, 128), scale_fmt="ue8m0"))
         load_as_it_is(ours.self_attn, tensors)
-    return narrow, wide
+    return quantized, wide
 
 
 @pytest.fixture(scope="module")
@@ -378,12 +378,12 @@ def of_whole_blocks():
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_a_checkpoint_of_8_bits_is_dequantised(model, layer):
+def test_a_quantized_checkpoint_is_dequantized(model, layer):
     """Into what its projections stand for, a scale of two groups among them."""
-    narrow, wide = (each.model.layers[layer].self_attn for each in narrowed(model))
+    quantized, wide = (each.model.layers[layer].self_attn for each in quantized_model(model))
     got, expected = (
         sparse_attention_v4_weights(each, "linear", torch.bfloat16, dequantise=True).arguments
-        for each in (narrow, wide)
+        for each in (quantized, wide)
     )
     assert got.keys() == expected.keys()
     for name, value in expected.items():
@@ -391,19 +391,19 @@ def test_a_checkpoint_of_8_bits_is_dequantised(model, layer):
             assert torch.equal(got[name], value) and got[name].dtype is value.dtype, name
         else:
             assert got[name] == value
-    assert sparse_attention_v4_weights(narrow, dequantise=True).w_dq.dtype is torch.bfloat16
+    assert sparse_attention_v4_weights(quantized, dequantise=True).w_dq.dtype is torch.bfloat16
     with pytest.raises(custom.NotSupported, match="`o_a_proj` has 32 rows, expected a multiple of"):
-        sparse_attention_v4_weights(narrow)
-    narrow.q_a_proj.weight_scale_inv = torch.nn.Parameter(torch.ones(2, 1))
+        sparse_attention_v4_weights(quantized)
+    quantized.q_a_proj.weight_scale_inv = torch.nn.Parameter(torch.ones(2, 1))
     with pytest.raises(custom.NotSupported, match=r"q_a_proj.weight_scale_inv` has shape \[2, 1\]"):
-        sparse_attention_v4_weights(narrow, dequantise=True)
+        sparse_attention_v4_weights(quantized, dequantise=True)
 
 
 @pytest.mark.parametrize("kind, mode", [("fp8", 4), ("int8", 2)])
-def test_weights_of_8_bits_stay_so(of_whole_blocks, kind, mode):
+def test_quantized_weights_stay_so(of_whole_blocks, kind, mode):
     """In the checkpoint's own memory; what they stand for takes twice as much."""
-    narrow, wide = narrowed(of_whole_blocks, kind)
-    for ours, theirs in zip(narrow.model.layers, wide.model.layers, strict=True):
+    quantized, wide = quantized_model(of_whole_blocks, kind)
+    for ours, theirs in zip(quantized.model.layers, wide.model.layers, strict=True):
         own = {each.untyped_storage().data_ptr() for each in ours.self_attn.parameters()}
         given, stands = (
             sparse_attention_v4_weights(each.self_attn, dtype=torch.bfloat16).arguments
@@ -417,12 +417,12 @@ def test_weights_of_8_bits_stay_so(of_whole_blocks, kind, mode):
             assert w.untyped_storage().data_ptr() in own
             assert 2 * w.nbytes == stands[scale.removeprefix("dequant_scale_")].nbytes
         whole = layer_v4.of_floats(given, torch.float64)
-        for name in _NARROW:
+        for name in _QUANTIZED:
             if given.get(name) is not None:
                 assert torch.equal(whole[name].bfloat16(), stands[name]), name
 
 
-class Quantised:
+class Quantized:
     """What the op's products with weights of 8 bits made of their inputs, in their order."""
 
     def __init__(self, monkeypatch) -> None:
@@ -452,7 +452,7 @@ def half_steps(values, scale):
     if values.dtype is torch.int8:
         return scale.double() / 2
     exponent = values.double().abs().clamp(min=2.0**-6).log2().floor()
-    steps = eight_bits.stands_for(torch.ones_like(values), scale)
+    steps = quantization.stands_for(torch.ones_like(values), scale)
     return steps * (exponent - 4).exp2()
 
 
@@ -460,17 +460,17 @@ def assert_are_nearest(x, values, scale):
     """`values` times `scale` are the numbers of 8 bits next to x [T, K], up to its float32 sums."""
     kind = "int8" if values.dtype is torch.int8 else "fp8"
     off = CLOSE["atol"] + CLOSE["rtol"] * x.double().abs()
-    by = [eight_bits.activations(x * (1 + e), kind)[1] for e in (-CLOSE["rtol"], CLOSE["rtol"])]
+    by = [quantization.activations(x * (1 + e), kind)[1] for e in (-CLOSE["rtol"], CLOSE["rtol"])]
     least, most = by[0] - CLOSE["atol"] / 127, by[1] + CLOSE["atol"] / 127
     assert ((least <= scale) & (scale <= most)).all()
-    far = (eight_bits.stands_for(values, scale) - x.double()).abs()
+    far = (quantization.stands_for(values, scale) - x.double()).abs()
     assert (far <= half_steps(values, scale) + off).all()
 
 
-def with_inputs(model, quantised):
-    """Transformers' own model, whose narrow projections meet what the op made of their inputs: the
-    nearest numbers of 8 bits, by a formula of its own."""
-    left = iter(quantised)
+def with_inputs(model, inputs):
+    """Transformers' own model, whose quantized projections meet what the op made of their inputs:
+    the nearest numbers of 8 bits, by a formula of its own."""
+    left = iter(inputs)
 
     def hook(_, given):
         x = given[0]
@@ -479,12 +479,12 @@ def with_inputs(model, quantised):
         for part in flat.unbind(2):
             values, scale = (each.flatten(0, 1) for each in next(left))
             assert_are_nearest(part.flatten(0, 1), values, scale)
-            out.append(eight_bits.stands_for(values, scale).view(part.shape).to(x.dtype))
+            out.append(quantization.stands_for(values, scale).view(part.shape).to(x.dtype))
         return (torch.stack(out, 2).view(x.shape),)
 
     for layer in model.model.layers:
         index = getattr(layer.self_attn.compressor, "indexer", None)
-        for linear in [getattr(layer.self_attn, name) for name in OF_8_BITS]:
+        for linear in [getattr(layer.self_attn, name) for name in QUANTIZED]:
             linear.register_forward_pre_hook(hook)
         if index is not None:
             index.q_b_proj.register_forward_pre_hook(hook)
@@ -494,40 +494,40 @@ def with_inputs(model, quantised):
 @pytest.mark.parametrize("weight_format", ["linear", "nz"])
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @torch.inference_mode()
-def test_logits_with_weights_of_8_bits(of_whole_blocks, kind, weight_format, monkeypatch):
+def test_logits_with_quantized_weights(of_whole_blocks, kind, weight_format, monkeypatch):
     """Those of the unmodified model with the same inputs of 8 bits, which are the nearest to its
     own: a number between two of them goes either way by a rounding of float32, in both alike."""
-    narrow, wide = narrowed(of_whole_blocks, kind)
+    quantized, wide = quantized_model(of_whole_blocks, kind)
     ids = torch.randint(
-        narrow.config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(3)
+        quantized.config.vocab_size, (2, 33), generator=torch.Generator().manual_seed(3)
     )
-    dequantised = wide(ids, use_cache=False).logits
+    dequantized = wide(ids, use_cache=False).logits
     with use(weight_format=weight_format, page_size=16, dequantise=True):
-        got = narrow(ids, use_cache=False).logits
-    torch.testing.assert_close(got, dequantised, **CLOSE)
-    seen, results = Quantised(monkeypatch), []
+        got = quantized(ids, use_cache=False).logits
+    torch.testing.assert_close(got, dequantized, **CLOSE)
+    seen, results = Quantized(monkeypatch), []
     with use(weight_format=weight_format, page_size=16):
         before = ran(OP)
-        results.append((narrow(ids, use_cache=False).logits, seen.taken(len(ids))))
-        assert ran(OP) - before == narrow.config.num_hidden_layers
-        cache = transformers.DynamicCache(config=narrow.config)
-        parts = [narrow(each, past_key_values=cache).logits for each in ids.split((30, 1, 2), 1)]
+        results.append((quantized(ids, use_cache=False).logits, seen.taken(len(ids))))
+        assert ran(OP) - before == quantized.config.num_hidden_layers
+        cache = transformers.DynamicCache(config=quantized.config)
+        parts = [quantized(each, past_key_values=cache).logits for each in ids.split((30, 1, 2), 1)]
         results.append((torch.cat(parts, 1), seen.taken(len(ids), 3)))
-    for got, quantised in results:
+    for got, inputs in results:
         theirs = copy.deepcopy(wide)
-        left = with_inputs(theirs, quantised)
+        left = with_inputs(theirs, inputs)
         expected = theirs(ids, use_cache=False).logits
         assert next(left, None) is None  # each of them has been met
         torch.testing.assert_close(got, expected, **CLOSE)
-        assert not torch.allclose(got, dequantised, **CLOSE)
+        assert not torch.allclose(got, dequantized, **CLOSE)
 
 
 def test_projections_of_two_kinds_are_refused(of_whole_blocks):
-    narrow, wide = (each.model.layers[0].self_attn for each in narrowed(of_whole_blocks))
-    narrow.o_a_proj = wide.o_a_proj
+    quantized, wide = (each.model.layers[0].self_attn for each in quantized_model(of_whole_blocks))
+    quantized.o_a_proj = wide.o_a_proj
     with pytest.raises(custom.NotSupported, match=r"o_a_proj torch.float32, .* or dequantise=True"):
-        sparse_attention_v4_weights(narrow)
-    assert sparse_attention_v4_weights(narrow, dequantise=True).w_o_a.dtype is torch.bfloat16
+        sparse_attention_v4_weights(quantized)
+    assert sparse_attention_v4_weights(quantized, dequantise=True).w_o_a.dtype is torch.bfloat16
 
 
 def test_no_weight_is_copied(model):

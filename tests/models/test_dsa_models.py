@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import custom
 from custom.integrations.paged import PagedCaches, token_positions
 
-from ..support import eight_bits
+from ..support import quantization
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
@@ -229,7 +229,7 @@ def checkpoint_of(attention, kind: str, names=tuple(PROJECTIONS)) -> dict[str, T
     """The tensors of a checkpoint whose projections are of 8 bits."""
     out = {}
     for name in names:
-        values, scale = eight_bits.weight(attention.get_submodule(name).weight.double().t(), kind)
+        values, scale = quantization.weight(attention.get_submodule(name).weight.double().t(), kind)
         out[f"{name}.weight"] = values.t().contiguous()
         leaf = "weight_scale_inv" if kind == "fp8" else "weight_scale"
         out[f"{name}.{leaf}"] = scale.t().contiguous()
@@ -239,13 +239,13 @@ def checkpoint_of(attention, kind: str, names=tuple(PROJECTIONS)) -> dict[str, T
 @torch.no_grad()
 @pytest.mark.parametrize("weight_format", ["nz", "linear"])
 @pytest.mark.parametrize("kind, mode", [("fp8", 4), ("int8", 2)])
-def test_projections_of_8_bits_are_read_as_they_are(kind, mode, weight_format):
+def test_quantized_projections_are_read_as_they_are(kind, mode, weight_format):
     attention, _ = attention_of("DeepseekV32Attention")
     tensors = checkpoint_of(attention, kind, (*PROJECTIONS, "kv_b_proj"))
     if kind == "int8":  # msmodelslim has offsets beside, compressed-tensors flat scales
         tensors["q_a_proj.weight_offset"] = torch.zeros_like(tensors["q_a_proj.weight_scale"])
         tensors["q_b_proj.weight_scale"] = tensors["q_b_proj.weight_scale"].flatten()
-    up = eight_bits.weight(attention.kv_b_proj.weight.double().t(), kind)
+    up = quantization.weight(attention.kv_b_proj.weight.double().t(), kind)
     dsa.load_as_it_is(attention, tensors)
     w = dsa.sparse_attention_weights(attention, weight_format)
     assert w.options["weight_quant_mode"] == w.options["index_weight_quant_mode"] == mode
@@ -261,7 +261,7 @@ def test_projections_of_8_bits_are_read_as_they_are(kind, mode, weight_format):
         whole = tensors[f"{name}.{leaf}"]
         assert torch.equal(scale, whole.view(-1, 1).t() if kind == "int8" else whole.t())
     assert w.uk.dtype is w.idx_proj.dtype is torch.float32
-    heads = eight_bits.dequantised(*up).t().view(attention.num_heads, -1, w.uk.shape[-1])
+    heads = quantization.dequantized(*up).t().view(attention.num_heads, -1, w.uk.shape[-1])
     torch.testing.assert_close(w.uk.double(), heads[:, : w.uk.shape[1]], rtol=1e-6, atol=1e-9)
 
 
@@ -283,7 +283,7 @@ def test_no_weight_is_copied(name):
 
 
 @torch.no_grad()
-def test_projections_of_8_bits_that_are_refused():
+def test_quantized_projections_that_are_refused():
     tensors = checkpoint_of(attention_of("DeepseekV32Attention")[0], "int8")
     scale = tensors["q_a_proj.weight_scale"]
     for change, message in (

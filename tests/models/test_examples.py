@@ -22,6 +22,7 @@ SMALL = {
     "deepseek_v4_decode.py": ["--batch", "5", "--context", "64", "--new-tokens", "6"],
     "qwen3_next_generate.py": ["--batch", "3", "--context", "40", "--new-tokens", "6"],
     "serve.py": ["--new-tokens", "4"],
+    "train_transformers.py": ["--steps", "1", "--tokens", "40"],
 }
 # these have tests of their own
 APART = ("parallel_decode.py", "serve_engine.py", "train_indexer.py")

@@ -217,7 +217,7 @@ def dynamic_quant(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale[..., None]).round(), scale
 
 
-def test_cann_recipes_dynamic_quantisation():
+def test_cann_recipes_dynamic_quantization():
     n = ran("cann_recipes")
     values, scale = dynamic_quant(n["keys"])
     close(n["values"].flatten(0, 2)[n["slots"]], values)

@@ -323,7 +323,7 @@ OPTIONS = [
     ("qwen3_next_generate", ["--batch", "none"], "--batch: invalid number value: 'none'"),
     ("qwen3_next_generate", ["--context", "26"], "--context starts at --new-tokens . 3"),
     ("train_indexer", ["--plot", "no/such/folder.png"], "there is no folder no/such"),
-    ("quantised_caches", ["--plot", "no/such/folder.png"], "there is no folder no/such"),
+    ("quantized_caches", ["--plot", "no/such/folder.png"], "there is no folder no/such"),
     ("parallel_decode", ["--new-tokens", "0"], "--new-tokens: 0, expected 1 or more"),
 ]
 

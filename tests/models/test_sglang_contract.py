@@ -21,8 +21,8 @@ import custom
 from custom.integrations import sglang
 
 from ..support.calls import CPU
-from ..support.narrow_caches import LENGTHS, TABLE, Caches, K, layer_arguments
-from ..support.narrow_layer import INDEXER, MLA, Call, P
+from ..support.quantized_caches import LENGTHS, TABLE, Caches, K, layer_arguments
+from ..support.quantized_layer import INDEXER, MLA, Call, P
 from ..support.typed import ROOT, STUBS, checker, moved
 
 (STUB,) = STUBS.glob("sglang-*")

@@ -30,7 +30,7 @@ from custom.integrations import vllm
 from custom.integrations.engines import check_version, refuse_unread
 from custom.integrations.vllm import modes
 
-from ..support import eight_bits
+from ..support import quantization
 from ..support.deepseek_v4 import Attention
 from ..support.deepseek_v4 import config as config_of_v4
 from ..support.models import glm5_next, minimax_m3, olmo_hybrid
@@ -189,7 +189,7 @@ def configuration(**changed: object) -> SimpleNamespace:
 def test_a_plain_engine_is_served(method):
     drafts = SimpleNamespace(method=method) if method else None
     asked = configuration(speculative_config=drafts)
-    modes.check_modes("sparse attention", asked, quantised_weights=False)
+    modes.check_modes("sparse attention", asked, quantized_weights=False)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,8 @@ def test_a_mode_that_was_not_tried_is_refused(asked, mode):
 
 
 def test_a_layer_names_more_modes():
-    with pytest.raises(NotSupported, match="without quantised weights, and"):
-        modes.check_modes("sparse attention", configuration(), quantised_weights=True)
+    with pytest.raises(NotSupported, match="without quantized weights, and"):
+        modes.check_modes("sparse attention", configuration(), quantized_weights=True)
 
 
 @pytest.fixture
@@ -261,8 +261,8 @@ def test_the_calls_of_vllm_ascend_are_our_ops(device_op):
 
 
 @pytest.mark.parametrize("merged", [False, True])
-@pytest.mark.parametrize("narrow", [False, True], ids=["keys of 16 bits", "keys of 8 bits"])
-def test_vllm_ascend_s_latents_of_8_bits(narrow, merged, device_op):
+@pytest.mark.parametrize("quantized", [False, True], ids=["keys of 16 bits", "keys of 8 bits"])
+def test_vllm_ascend_s_quantized_latents(quantized, merged, device_op):
     """Rows of 656 bytes in the place of latents and rotary keys; index keys stand behind them."""
     ascend = importlib.import_module("custom.integrations.vllm.ascend")
     ascend.register()
@@ -281,7 +281,7 @@ def test_vllm_ascend_s_latents_of_8_bits(narrow, merged, device_op):
     keys = torch.randn(5, 16, 1, 128)
     caches: tuple[Tensor, ...] = (rows, keys)
     query, scale = torch.randn(tokens, 6, 128), None
-    if narrow:
+    if quantized:
         query, scale = torch.randint(-9, 9, query.shape).to(torch.int8), torch.ones(tokens, 6)
         scale = scale.half()
         caches = (rows, keys.mul(9).to(torch.int8), torch.ones(5, 16, 1, 1).half())
@@ -296,7 +296,7 @@ def test_vllm_ascend_s_latents_of_8_bits(narrow, merged, device_op):
         batch,
         ends,
         lengths,
-        narrow,
+        quantized,
         False,
     )
     q, q_rope = torch.randn(tokens, heads, 512), torch.randn(tokens, heads, 64)
@@ -538,16 +538,16 @@ def test_the_delta_rule_is_served(kept, drafts, gdn):
 
 
 @pytest.mark.parametrize(
-    ("load_format", "quantised", "in_order"),
+    ("load_format", "quantized", "in_order"),
     [("auto", False, True), ("sharded_state", False, False), ("auto", True, False)],
 )
-def test_fused_projections_are_put_in_order_as_they_are_read(load_format, quantised, in_order, gdn):
+def test_fused_projections_are_put_in_order_as_they_are_read(load_format, quantized, in_order, gdn):
     """Of two ranks, each of two key heads of 3 with two value heads of 5."""
     read = []
     qkvz, ba = (
         SimpleNamespace(
             weight=SimpleNamespace(weight_loader=lambda param, rows: read.append(rows[:, 0])),
-            quant_method=object() if quantised else object.__new__(gdn.UnquantizedLinearMethod),
+            quant_method=object() if quantized else object.__new__(gdn.UnquantizedLinearMethod),
         )
         for _ in range(2)
     )
@@ -930,7 +930,7 @@ def test_kimi_delta_attention_is_refused_where_it_was_not_tried(kept, drafts, ra
 @pytest.mark.parametrize(
     ("changed", "mode"),
     [
-        (dict(quant_config=object()), "quantised weights"),
+        (dict(quant_config=object()), "quantized weights"),
         (dict(stored="fp8"), "caches of another dtype than the model"),
         (dict(q_lora_rank=32), "a query with a latent"),
         (dict(use_output_gate=True), "a gate"),
@@ -1099,7 +1099,7 @@ def test_reloaded_weights_lie_where_they_were(mla):
 @pytest.mark.parametrize(
     ("changed", "mode"),
     [
-        (dict(quant_config=object()), "quantised weights"),
+        (dict(quant_config=object()), "quantized weights"),
         (dict(stored="fp8_e5m2"), "caches other than bfloat16 and fp8"),
         (dict(stored="fp8"), "fp8 caches of other sizes than those of DeepSeek"),
         (dict(q_lora_rank=None), "a query without a latent"),
@@ -1416,7 +1416,7 @@ def test_v4_s_weights_are_read_where_vllm_keeps_them(v4):
 
 
 @pytest.fixture
-def narrow_v4(v4, monkeypatch):
+def quantized_v4(v4, monkeypatch):
     """Makes a layer of these sizes, whose linear layers but those named have 8 bits if asked to."""
 
     def linear(
@@ -1452,9 +1452,9 @@ def narrow_v4(v4, monkeypatch):
     return made
 
 
-def test_v4_s_weights_of_8_bits_are_read_where_vllm_keeps_them(narrow_v4):
+def test_v4_s_quantized_weights_are_read_where_vllm_keeps_them(quantized_v4):
     """Beside copies of their scales, which stay where they are."""
-    layer = narrow_v4()
+    layer = quantized_v4()
     layer.process_weights_after_loading(torch.bfloat16)
     rows = layer.fused_wqa_wkv.weight.shape[0]
     whole = {
@@ -1469,15 +1469,15 @@ def test_v4_s_weights_of_8_bits_are_read_where_vllm_keeps_them(narrow_v4):
         """[.., N, K]"""
         values, scales = given[name], given[f"dequant_scale_{name}"]
         if values.ndim == 2:
-            return eight_bits.dequantised(values.mT, scales).mT
+            return quantization.dequantized(values.mT, scales).mT
         each = zip(values, scales, strict=True)
-        return torch.cat([eight_bits.dequantised(x.mT, scale).mT for x, scale in each])
+        return torch.cat([quantization.dequantized(x.mT, scale).mT for x, scale in each])
 
     found = {name: stands(name) for name in ("w_uq", "w_o_a", "w_o_b", "w_idx_qb")}
     found["w_dq_kv"] = torch.cat([stands("w_dq"), stands("w_kv")])
     theirs = {each.untyped_storage().data_ptr() for each in layer.parameters()}
     for name, (values, scales) in whole.items():
-        assert torch.equal(found[name], eight_bits.dequantised(values, scales)), name
+        assert torch.equal(found[name], quantization.dequantized(values, scales)), name
     for name in ("w_dq", "w_kv", "w_uq", "w_o_a", "w_o_b", "w_idx_qb"):
         assert given[name].untyped_storage().data_ptr() in theirs
     before = {name: x.data_ptr() for name, x in layer.copies.items()}
@@ -1497,13 +1497,13 @@ def test_v4_s_weights_of_8_bits_are_read_where_vllm_keeps_them(narrow_v4):
         (dict(o_lora_rank=192), "scales of two weights or groups"),
     ],
 )
-def test_v4_s_weights_of_8_bits_that_the_op_does_not_read_are_refused(changed, mode, narrow_v4):
+def test_v4_s_quantized_weights_that_the_op_does_not_read_are_refused(changed, mode, quantized_v4):
     with pytest.raises(NotSupported, match=f"serves attention to compressed keys without {mode}"):
-        narrow_v4(**changed)
+        quantized_v4(**changed)
 
 
-def test_v4_s_weights_of_16_bits_in_a_checkpoint_of_8(narrow_v4):
-    layer = narrow_v4(but=("",), q_lora_rank=64)
+def test_v4_s_weights_of_16_bits_in_a_checkpoint_of_8(quantized_v4):
+    layer = quantized_v4(but=("",), q_lora_rank=64)
     layer.process_weights_after_loading(torch.float32)
     assert "weight_quant_mode" not in layer.weights
 
@@ -1831,7 +1831,7 @@ def test_glm_s_weights_are_read_where_vllm_keeps_them(glm, theirs_of_glm):
     [
         (dict(data_parallel_size=2), "data parallelism"),
         (dict(speculative_config=SimpleNamespace(method="mtp")), "drafts"),
-        (dict(quant_config=object()), "quantised weights"),
+        (dict(quant_config=object()), "quantized weights"),
         (dict(stored="fp8"), "caches of another dtype than the model"),
         (dict(rotary=8), "a rotary part"),
         (dict(indexer=None), "keys that are all attended to"),
@@ -1982,7 +1982,7 @@ def test_requests_that_join_attend_to_the_blocks_of_transformers(ranks, m3, mla)
     [
         (dict(data_parallel_size=2), "data parallelism"),
         (dict(speculative_config=SimpleNamespace(method="mtp")), "drafts"),
-        (dict(quant_config=object()), "quantised weights"),
+        (dict(quant_config=object()), "quantized weights"),
         (dict(stored="fp8"), "caches of another dtype than the model"),
         (dict(sparse_score_type="mean"), "scores other than the largest"),
         (dict(sparse_index_dim=16), "an indexer with heads of another size"),

@@ -43,7 +43,7 @@ REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "dispatch/ops/caches/latent_cache_write.py: check": (
         (
-            "quantised.V4, quantised.NOPE_SCALE_ROPE)",
+            "quantized.V4, quantized.NOPE_SCALE_ROPE)",
             "only a sentence's order changes",
         ),
     ),

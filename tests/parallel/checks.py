@@ -311,8 +311,8 @@ def context_parallel_of_deepseek_v4(group, rank, size):
     layer["sinks"][:2] = torch.tensor([torch.inf, -torch.inf])
     rows = {name: packed(layer[name]) for name in ("ori_kv", "cmp_kv")}
     keys = torch.zeros(*layer["idx_k"].shape[:3], 132, dtype=torch.uint8)
-    narrow = dict(kv_kind="fp8", index_kind="fp8", idx_k=keys)
-    _assert_whole_v4(layer | rows | narrow, group, rank, size, {})
+    fp8 = dict(kv_kind="fp8", index_kind="fp8", idx_k=keys)
+    _assert_whole_v4(layer | rows | fp8, group, rank, size, {})
 
 
 def _assert_whole_v4(layer, group, rank, size, options):
@@ -395,8 +395,8 @@ def weights_of_deepseek_v4_are_cut(group, rank, size):
         dequant_scale_w_o_a=draw(groups, 1, Ro),
         dequant_scale_w_o_b=draw(1, 64),
     )
-    narrow = layer | scales | dict(weight_quant_mode=2, weight_format="nd")
-    cut = parallel.shard_layer_v4(narrow, group=group)
+    int8 = layer | scales | dict(weight_quant_mode=2, weight_format="nd")
+    cut = parallel.shard_layer_v4(int8, group=group)
     for name, dim in dict(w_uq=1, w_o_a=0).items():
         wanted = scales[f"dequant_scale_{name}"].chunk(size, dim)[rank]
         assert torch.equal(cut[f"dequant_scale_{name}"], wanted)
@@ -416,7 +416,7 @@ def weights_of_deepseek_v4_are_cut(group, rank, size):
     assert torch.equal(cut["dequant_scale_w_uq"], blocks["dequant_scale_w_uq"].chunk(size, 1)[rank])
     for name in ("dequant_scale_w_o_a", "dequant_scale_w_o_b"):
         assert torch.equal(cut[name], blocks[name][rank : rank + 1])
-    message = said(lambda: parallel.shard_layer_v4(narrow | dict(weight_quant_mode=4), group=group))
+    message = said(lambda: parallel.shard_layer_v4(int8 | dict(weight_quant_mode=4), group=group))
     assert "`w_uq` has 64 columns a rank, expected whole blocks" in message, message
     uneven = layer | dict(w_uq=draw(32, (heads + 1) * D))
     message = said(lambda: parallel.shard_layer_v4(uneven, group=group))
@@ -822,7 +822,7 @@ def write_8_bits(caches: dict[str, Tensor], slots: Tensor, *drawn: Tensor) -> No
     )
 
 
-def of_8_bits(*drawn: Tensor) -> dict[str, Tensor]:
+def quantized(*drawn: Tensor) -> dict[str, Tensor]:
     """Caches with what was drawn in their first slots; pages of index keys lie apart."""
     pages = -(-len(drawn[0]) // P)
     rows = torch.zeros(pages, P, 1, 656, dtype=torch.float8_e4m3fn)
@@ -832,13 +832,13 @@ def of_8_bits(*drawn: Tensor) -> dict[str, Tensor]:
     return caches
 
 
-def decode_of_8_bits(group, rank, size):
+def quantized_decode(group, rank, size):
     """Latents and index keys of 8 bits, replicated and dealt out."""
     kind = half_by_kernels(torch.bfloat16)
     for S, interleave in ((1, 1), (2, P)):
         step = Decode(rank, size, (2, 37, 60), S, interleave, dtype=kind)
         draw = Draw(size, kind)
-        whole = of_8_bits(*(draw(len(step.kv) * P, D) for D in (512, 64, 128)))
+        whole = quantized(*(draw(len(step.kv) * P, D) for D in (512, 64, 128)))
         query, rope = draw(3, S, step.n * size, 512), draw(3, S, step.n * size, 64)
         index, weights, _ = custom.quantize_index_query(
             draw(3, S, 4, 128), draw(3, S, 4).abs(), kind="fp8"
@@ -900,7 +900,7 @@ def _of_one_rank(
     )
 
 
-def prefill_of_8_bits(group, rank, size):
+def quantized_prefill(group, rank, size):
     """Latents and index keys of 8 bits travel as they lie in the caches, whose pages lie apart."""
     n, B, N, Ni, pages = 2, 2, 2, 4, 4
     S = 2 * size * n
@@ -915,11 +915,11 @@ def prefill_of_8_bits(group, rank, size):
     slot[0, 5] = -1
 
     old, new = ([draw(count, D) for D in (512, 64, 128)] for count in (B * pages * P, B * S))
-    held, whole = of_8_bits(*old), of_8_bits(*old)
+    held, whole = quantized(*old), quantized(*old)
     write_8_bits(whole, slot.flatten(), *new)
     rows = {
         name: x.flatten(0, 1)[: B * S].reshape(B, S, -1).view(torch.uint8)
-        for name, x in of_8_bits(*new).items()
+        for name, x in quantized(*new).items()
     }
     keys = dict(block_table=table, actual_seq_lengths_key=act, layout_key="PA_BSND")
     indices = custom.npu_quant_lightning_indexer(
@@ -1465,7 +1465,7 @@ def options_in_stages_are_passed_on_or_refused(group, rank, size):
         ),
     }
     for name, call in calls.items():
-        for option in parallel.attention._EIGHT_BITS:
+        for option in parallel.attention._QUANTIZATION:
             message = said(partial(call, local, **{option: "x"}), NotImplementedError)
             assert message.startswith(f"{name}: `{option}` is given")
         assert "no argument `nonsense`" in said(partial(call, local, nonsense=3), TypeError)
@@ -1473,7 +1473,7 @@ def options_in_stages_are_passed_on_or_refused(group, rank, size):
         assert f"{name}: `w_uk` is missing" in said(partial(call, less), TypeError)
         for x, before in zip(local.values(), whole.values(), strict=True):
             assert torch.equal(x, before)
-    passed = set(parallel.attention._NAMES) - set(parallel.attention._EIGHT_BITS)
+    passed = set(parallel.attention._NAMES) - set(parallel.attention._QUANTIZATION)
     read = parallel.tensor_parallel_attention.__code__.co_names
     for stage in (
         parallel.attention._latent_prolog,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from custom.dispatch.registry import SPECS
 
-from custom.bench import attention, compression, delta_rule, eight_bits, sparse_attention
+from custom.bench import attention, compression, delta_rule, quantized_weights, sparse_attention
 from custom.bench.presets import presets
 
 Make = Callable[[torch.device, int], dict[str, Any]]
@@ -283,11 +283,11 @@ def _prologs() -> Iterator[tuple[str, str, Make]]:
         def mla_v3(at, seed, mla=mla):  # type: ignore[no-untyped-def]
             return _without(mla(at, seed), "weight_format")
 
-        def narrow_v3(at, seed, tokens=tokens):  # type: ignore[no-untyped-def]
-            given = eight_bits.mla_prolog_case(tokens, 128, "int8", npu=True).make(at, seed)
+        def quantized_v3(at, seed, tokens=tokens):  # type: ignore[no-untyped-def]
+            given = quantized_weights.mla_prolog_case(tokens, 128, "int8", npu=True).make(at, seed)
             return _without(given, "weight_format", "row_layout")
 
-        def narrow_indexer(at, seed, tokens=tokens):  # type: ignore[no-untyped-def]
+        def quantized_indexer(at, seed, tokens=tokens):  # type: ignore[no-untyped-def]
             return dict(
                 token_x=_bf16(tokens, 7168),
                 q_norm=_int8(tokens, 1536),
@@ -313,8 +313,8 @@ def _prologs() -> Iterator[tuple[str, str, Make]]:
             yield "npu_mla_prolog_pto", f"{tokens} tokens, 128 heads, {form}", of
             yield "npu_indexer_prolog_pto", f"{tokens} tokens, {form}", partial(indexer, form=form)
         yield "npu_mla_prolog_v3", f"{tokens} tokens, 128 heads", mla_v3
-        yield "npu_mla_prolog_v3", f"int8, {tokens} tokens, 128 heads", narrow_v3
-        yield "npu_lightning_indexer_prolog_pto", f"{tokens} tokens", narrow_indexer
+        yield "npu_mla_prolog_v3", f"int8, {tokens} tokens, 128 heads", quantized_v3
+        yield "npu_lightning_indexer_prolog_pto", f"{tokens} tokens", quantized_indexer
     layer = sparse_attention.layer_case(4, 1, 16, 8192)
     yield "npu_sparse_attention_pto", layer.label, layer.make
 

@@ -65,8 +65,8 @@ def everywhere() -> Iterator[Choice]:
             tiling.plain,
             tiling.hopper,
             tiling.whole_depth,
-            tiling.narrow,
-            tiling.eight_bits,
+            tiling.quantized,
+            tiling.hopper_quantized,
         ):
             of = lambda n, f=each, s=sizes, d=depth: f(n, s, d, _processors())  # noqa: E731
             yield f"tiling.{each.__name__}, {name}", of, TOKENS

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import eight_bits
+from . import quantization
 
 F64 = torch.float64
 SECOND = ("w_uq", "w_idx_qb")
@@ -97,7 +97,7 @@ def drawn(
         given["w_o_a"] = matrix(groups, heads // groups * D, Ro, deep=heads // groups * D)
         given["w_o_b"] = matrix(groups * Ro, H, deep=groups * Ro)
     if kind == "sliding":
-        return given | of_8_bits(given, quant)
+        return given | quantized(given, quant)
     states, state_pages = table(B, -(-(coff * m + 5) // 3), g)
     entries, entry_pages = table(B, -(-48 // m // entry_page) + 1, g)
     entries[: int(holes), 1] = -1
@@ -130,7 +130,7 @@ def drawn(
             idx_k=normal(entry_pages, entry_page, 1, Di),
             sparse_count=3,
         )
-    return given | of_8_bits(given, quant)
+    return given | quantized(given, quant)
 
 
 def of_floats(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -140,20 +140,20 @@ def of_floats(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         name, by = scale.removeprefix("dequant_scale_"), made.pop(scale)
         w = given[name].mT if linear else given[name]
         parts = zip(w, by, strict=True) if w.ndim == 3 else [(w, by)]
-        wide = [eight_bits.dequantised(*each).to(dtype) for each in parts]
+        wide = [quantization.dequantized(*each).to(dtype) for each in parts]
         whole = torch.stack(wide) if w.ndim == 3 else wide[0]
         made[name] = (whole.mT if linear else whole).contiguous()
     return made | dict(weight_quant_mode=0)
 
 
-def of_8_bits(given: dict[str, Any], mode: int) -> dict[str, Any]:
-    """The weights that a mode narrows, with their scales."""
+def quantized(given: dict[str, Any], mode: int) -> dict[str, Any]:
+    """The weights that a mode quantizes, with their scales."""
     made: dict[str, Any] = dict(weight_quant_mode=mode)
     kind, first = ("fp8" if mode == 4 else "int8"), ("w_dq", "w_kv", "w_o_a", "w_o_b")
     for name in {0: (), 1: SECOND}.get(mode, (*first, *SECOND)):
         if name in given:
             w = given[name].double().cpu()
-            each = [eight_bits.weight(part, kind) for part in (w if w.ndim == 3 else [w])]
+            each = [quantization.weight(part, kind) for part in (w if w.ndim == 3 else [w])]
             parts = (torch.stack(part) for part in zip(*each, strict=True))
             values, scale = (x if w.ndim == 3 else x[0] for x in parts)
             device = given[name].device

@@ -34,7 +34,14 @@ from custom.dispatch.register import overload
 from custom.dispatch.registry import SPECS
 
 import custom
-from custom.bench import attention, delta_rule, eight_bits, indexer_loss, merging, sparse_attention
+from custom.bench import (
+    attention,
+    delta_rule,
+    indexer_loss,
+    merging,
+    quantized_weights,
+    sparse_attention,
+)
 from custom.bench.case import Arguments, Case, Draw
 from custom.bench.presets import presets
 
@@ -100,7 +107,9 @@ WIDER: dict[str, list[Case]] = {
         _rope_apart(indexer_loss.loss_case(96, 576, 3, 150, 140)),
     ],
     "npu_indexer_loss_backward": [indexer_loss.backward_case(40, 700, 300)],
-    "npu_mla_prolog_pto": [eight_bits.mla_prolog_case(tokens, 128, "fp8") for tokens in (3, 130)],
+    "npu_mla_prolog_pto": [
+        quantized_weights.mla_prolog_case(tokens, 128, "fp8") for tokens in (3, 130)
+    ],
     "npu_fused_sigmoid_gating_delta_rule_update": [
         delta_rule.decode_case(3, t, layout, dtype)
         for t, dtype in ((1, torch.float32), (3, torch.float32), (1, torch.bfloat16))

@@ -674,7 +674,7 @@ def test_onboard_runs_files_and_ops_that_exist():
     files, measured = onboard.files(), onboard.measured()
     assert set(files) <= set(onboard.paths())
     assert tuple(files[: len(onboard.RISKY)]) == onboard.RISKY
-    assert {"test_chunk_kda", "test_quantised_prologs", "test_merging"} <= set(files)
+    assert {"test_chunk_kda", "test_quantized_prologs", "test_merging"} <= set(files)
     assert "test_layering" not in files
     assert set(measured) <= set(BY_NAME)
     assert tuple(measured[: len(onboard.WANTED)]) == onboard.WANTED
@@ -738,7 +738,7 @@ def keys(monkeypatch, place: str = "", old: str = "", new: str = "") -> tuple[st
         patch.setattr(examine, "pipeline", str)
         patch.setattr(mutants, "_launched", lambda *_: ([], set()))
         usual, _ = mutants.baseline(ROPE.op, [ROPE])
-        key = examine._key(ROPE, "tests.ascend.ops.narrow_prolog", [])
+        key = examine._key(ROPE, "tests.ascend.ops.quantized_prolog", [])
     return key, usual[ROPE.title].digest
 
 

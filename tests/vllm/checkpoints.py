@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
-from ..support import eight_bits
+from ..support import quantization
 
 BASE: dict[str, Any] = dict(
     vocab_size=320,
@@ -140,7 +140,7 @@ V4: dict[str, Any] = dict(
 )
 # no number is near where the last bit of a float decides: entries are few enough that all are seen,
 # and a token's experts are known from it
-V4_NARROW: dict[str, Any] = dict(
+V4_QUANTIZED: dict[str, Any] = dict(
     V4,
     hidden_size=256,
     q_lora_rank=128,
@@ -244,7 +244,7 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DeepseekV4Config",
         {**V4, "num_nextn_predict_layers": 1},
     ),
-    "deepseek_v4_fp8": ("DeepseekV4ForCausalLM", "DeepseekV4Config", V4_NARROW),
+    "deepseek_v4_fp8": ("DeepseekV4ForCausalLM", "DeepseekV4Config", V4_QUANTIZED),
     "glm_53": ("Glm5NextForConditionalGeneration", "Glm5NextConfig", GLM_53_SEEING),
     "minimax_m3": ("MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextConfig", M3),
     "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearConfig", KIMI),
@@ -362,7 +362,7 @@ RELEASED = {
 
 
 # the projections of 8 bits in DeepSeek-V4's checkpoints, as Transformers calls them and as they do
-NARROW = {
+QUANTIZED = {
     "q_a_proj": "wq_a",
     "q_b_proj": "wq_b",
     "kv_proj": "wkv",
@@ -372,9 +372,9 @@ NARROW = {
 }
 
 
-def of_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(e4m3, scales that are powers of two) of [N, K], both for blocks of 128 x 128."""
-    exponents = eight_bits.weight(weight, "fp8")[1].log2().ceil()
+    exponents = quantization.weight(weight, "fp8")[1].log2().ceil()
     scales = exponents.exp2()
     whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
     values = weight / whole[: len(weight), : weight.shape[1]]
@@ -384,26 +384,26 @@ def of_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
 def projections(model: Any) -> list[nn.Linear]:
     """Of a DeepSeek-V4 model, those that have 8 bits in its checkpoints."""
     modules = [each for layer in model.model.layers for each in layer.self_attn.named_modules()]
-    return [linear for name, linear in modules if name in NARROW]
+    return [linear for name, linear in modules if name in QUANTIZED]
 
 
-def narrow(model: Any) -> None:
+def quantize(model: Any) -> None:
     """Projections that 8 bits hold exactly, in blocks of different sizes."""
     for linear in projections(model):
         weight = linear.weight.data
-        sizes = torch.randint(-3, 1, of_8_bits(weight)[1].shape).float().exp2()
-        values, scales = of_8_bits(eight_bits.dequantised(weight, sizes).float())
-        weight.copy_(eight_bits.dequantised(values, scales.float()))
+        sizes = torch.randint(-3, 1, quantized(weight)[1].shape).float().exp2()
+        values, scales = quantized(quantization.dequantized(weight, sizes).float())
+        weight.copy_(quantization.dequantized(values, scales.float()))
 
 
-def narrow_as_released(folder: Path) -> None:
+def quantize_as_released(folder: Path) -> None:
     """The projections in 8 bits, and nothing else."""
     file = folder / "model.safetensors"
     weights = load_file(file)
     for name in [name for name in weights if name.startswith("layers")]:
         layer, _, leaf = name.removesuffix(".weight").partition(".attn.")
-        if leaf in NARROW.values():
-            values, scales = of_8_bits(weights[name])
+        if leaf in QUANTIZED.values():
+            values, scales = quantized(weights[name])
             weights |= {name: values, f"{layer}.attn.{leaf}.scale": scales}
     save_file(weights, file, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -510,7 +510,7 @@ def make(folder: Path, name: str) -> Any:
         embedded /= embedded.square().mean(-1, keepdim=True).sqrt()
         embedded *= 1 if name.startswith("deepseek_v32") else EMBEDDED
     if name.endswith("_fp8"):
-        narrow(model)
+        quantize(model)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder / name)
     for start, names in RELEASED.items():
@@ -522,7 +522,7 @@ def make(folder: Path, name: str) -> Any:
     if name.startswith("deepseek_v4"):
         configure_as_released(folder / name / "config.json")
     if name.endswith("_fp8"):
-        narrow_as_released(folder / name)
+        quantize_as_released(folder / name)
     if name == "olmo_hybrid":
         split_convolutions(folder / name / "model.safetensors")
     if name == "minimax_m3":

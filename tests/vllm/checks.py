@@ -128,7 +128,7 @@ PREEMPTED = ("deepseek_v32", "olmo_hybrid", "kimi_linear", "glm_53", "minimax_m3
 # checkpoint -> what vLLM calls the caches of 8 bits that it is asked for
 FP8 = {"deepseek_v32_one": "fp8", "glm_5_one": "fp8_ds_mla"}
 # a checkpoint of weights of 8 bits, and how it is served; their scales alone are copied
-NARROW = "deepseek_v4_fp8"
+QUANTIZED = "deepseek_v4_fp8"
 SERVED: dict[str, tuple[list[int], dict[str, Any]]] = {
     "together": ([COUNT] * 5, {}),
     "mixed": (UNEVEN, dict(max_num_seqs=2)),
@@ -166,7 +166,7 @@ def run(module: str, *arguments: object, **variables: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints NAME, and Hugging Face's tokens in NAME.json."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    run("reference", folder, COUNT, *MODELS, *FP8, *DRAFTED, "deepseek_v3", NARROW)
+    run("reference", folder, COUNT, *MODELS, *FP8, *DRAFTED, "deepseek_v3", QUANTIZED)
     return folder
 
 
@@ -274,26 +274,26 @@ def test_no_weight_is_kept_twice(name, answers):
 
 
 @pytest.fixture(scope="session")
-def narrow(serve):
-    jobs = [(NARROW, *each) for each in SERVED.values()]
+def quantized(serve):
+    jobs = [(QUANTIZED, *each) for each in SERVED.values()]
     return dict(zip(SERVED, serve(*jobs), strict=True))
 
 
 @pytest.mark.parametrize("how", SERVED)
-def test_weights_of_8_bits(how, narrow, folder, tmp_path):
+def test_quantized_weights(how, quantized, folder, tmp_path):
     """What the checkpoint stands for is the model, but for the rounding of what weights meet."""
-    answer, (counts, _) = narrow[how], SERVED[how]
+    answer, (counts, _) = quantized[how], SERVED[how]
     assert [len(each) for each in answer["tokens"]] == counts
     assert set(answer["ops"]) >= V4 and answer["copies"] == SCALES
     tokens, verdicts = tmp_path / "tokens.json", tmp_path / "verdicts.json"
     tokens.write_text(json.dumps(answer["tokens"]))
-    run("rounding", folder / NARROW, tokens, verdicts)
+    run("rounding", folder / QUANTIZED, tokens, verdicts)
     for below, at_most in chain.from_iterable(json.loads(verdicts.read_text())):
         assert below <= at_most
 
 
 @pytest.mark.parametrize("name", FP8)
-def test_caches_of_8_bits(name, answers, expected):
+def test_quantized_caches(name, answers, expected):
     """Alone, and prefills beside decodes: the tokens of our own decode loop with such caches."""
     alone, mixed = answers[name], answers[f"{name} mixed"]
     assert alone["tokens"] == expected[name] and set(alone["ops"]) >= SPARSE8

@@ -72,6 +72,17 @@ TRITON: dict[str, Any] = dict(
     attention_backend="TRITON_ATTN", additional_config={"gdn_prefill_backend": "triton"}
 )
 WHOLE = "FULL_DECODE_ONLY"
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # compiled as well
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # its runner V2 asks a compiled extension for a view of pinned memory
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
 PARTS = {
     "deepseek": Part("DeepSeek-V3.2", options=dict(enable_prefix_caching=True)),
     "deepseek-fp8": Part("DeepSeek-V3.2", options=dict(kv_cache_dtype="fp8"), roundings=ROUNDINGS8),
@@ -261,8 +272,7 @@ def start(part: Part, model: Any, folder: Path) -> Any:
         compilation["cudagraph_capture_sizes"] = list(COUNTS)
     if part.graph == WHOLE:
         compilation["mode"] = 0  # no torch.compile, which wants vLLM's own version of torch
-    return LLM(
-        model=str(folder),
+    options: dict[str, Any] = dict(
         skip_tokenizer_init=True,
         dtype=model.dtype,
         max_model_len=CONTEXT,
@@ -271,13 +281,14 @@ def start(part: Part, model: Any, folder: Path) -> Any:
         gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=CACHE,
         enforce_eager=part.graph is None,
+        enable_prefix_caching=False,
         compilation_config=compilation,
         kernel_config=NATIVE,
         worker_extension_cls="tests.vllm.gpu_worker.Extension",
         disable_custom_all_reduce=True,  # a compiled extension
         seed=0,
-        **{"enable_prefix_caching": False, **part.options},
     )
+    return LLM(model=str(folder), **(options | part.options))
 
 
 def run(name: str, root: Path, told: Path | None) -> Iterator[dict[str, Any]]:
@@ -319,24 +330,12 @@ def run(name: str, root: Path, told: Path | None) -> Iterator[dict[str, Any]]:
 
 def answer(name: str, root: Path, told: Path | None) -> tuple[dict[str, Any], str]:
     """What a process of its own found out, and what it said."""
-    environment = {
-        **os.environ,
-        "CUSTOM_VLLM": str(int(PARTS[name].ours)),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # compiled as well
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # its runner V2 asks a compiled extension for a view of pinned memory
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-    }
+    ours = dict(CUSTOM_VLLM=str(int(PARTS[name].ours)))
     profiled = [] if told is None else [str(told / f"profile-{name}.txt")]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "tests.vllm.h200", "--part", name, str(root), *profiled],
-            env=environment,
+            env=os.environ | ENVIRONMENT | ours,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

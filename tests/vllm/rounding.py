@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..support import eight_bits
+from ..support import quantization
 from .checkpoints import make, projections, prompts
 
 SIGMAS = 6
@@ -31,9 +31,9 @@ SIGMAS = 6
 
 def steps(x: Tensor) -> Tensor:
     """Of [.., K], what lies between numbers of 8 bits where it is."""
-    values, scale = eight_bits.activations(x.detach().flatten(0, -2), "fp8")
+    values, scale = quantization.activations(x.detach().flatten(0, -2), "fp8")
     exponents = values.double().abs().clamp(min=2.0**-6).log2().floor() - 3
-    return eight_bits.stands_for(exponents.exp2(), scale).view(x.shape)
+    return quantization.stands_for(exponents.exp2(), scale).view(x.shape)
 
 
 def verdicts(model: Any, text: list[int], output: list[int]) -> list[tuple[float, float]]:

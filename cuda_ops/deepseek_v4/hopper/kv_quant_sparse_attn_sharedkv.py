@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from ....dispatch.common import quantised
+from ....dispatch.common import quantized
 from ...common import sharedkv
 from ...common.gluon_names import cp_async
 from ...sparse_attention.hopper.mla_consumers import (
@@ -296,5 +296,5 @@ def supports(call: sharedkv.Attention) -> bool:
 
 def launch(call: sharedkv.Attention) -> None:
     caches = call.ori, call.cmp
-    words = tuple(x if x is None else quantised.seen_as(x, torch.int32) for x in caches)
+    words = tuple(x if x is None else quantized.seen_as(x, torch.int32) for x in caches)
     run(_attend, call, words, steps(*caches), unit(*caches))

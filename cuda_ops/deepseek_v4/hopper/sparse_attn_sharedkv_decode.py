@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_wait
 
-from ....dispatch.common import quantised
+from ....dispatch.common import quantized
 from ...common import gpu, sharedkv
 from ...common.gluon_names import cp_async
 from ...common.hopper.rows import request_of
@@ -202,7 +202,7 @@ def launch(call: sharedkv.Attention) -> None:
     keys_at: tuple[int, ...]
     if packed:
         by, keys_at = packed_rows.unit(ori, cmp), packed_rows.steps(ori, cmp)
-        ori, cmp = (x if x is None else quantised.seen_as(x, torch.int32) for x in (ori, cmp))
+        ori, cmp = (x if x is None else quantized.seen_as(x, torch.int32) for x in (ori, cmp))
     else:
         by, keys_at = unit(ori, cmp), (*steps(ori, cmp), 0, 0)
     tile = _tile(keys, heads, gpu.num_sms(q.device))

@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ....dispatch.common import quantised
-from ...common import quantise, rows
+from ....dispatch.common import quantized
+from ...common import quantize, rows
 from ...common.gluon_names import cp_async
 from ...common.hopper.rows import locate, slots
 from ...common.selection import Attention
@@ -75,7 +75,7 @@ INT8 = gl.constexpr("""{
 FETCH = gl.constexpr(f"""{{
     .reg .pred there;
     setp.ge.s32 there, $2, 0;
-    @there cp.async.bulk.prefetch.L2.global [$1], {quantised.ROW};
+    @there cp.async.bulk.prefetch.L2.global [$1], {quantized.ROW};
     mov.b32 $0, 0;
 }}""")
 
@@ -99,7 +99,7 @@ def _put(words, scale, half, PART: gl.constexpr, KIND: gl.constexpr):
     """The 64 columns that they stand for: the product in float32, rounded once."""
     # as words they take a register for four values, on their way from one step to the next too
     a, b, c, d = gl.inline_asm_elementwise(
-        INT8 if KIND == quantise.INT8 else E4M3,
+        INT8 if KIND == quantize.INT8 else E4M3,
         "=f,=f,=f,=f,r",
         [words],
         (gl.float32, gl.float32, gl.float32, gl.float32),
@@ -419,5 +419,5 @@ def launch(call: Attention, key_scale: Tensor, kind: int) -> None:
         key_scale.stride(-3),
         call.index.stride(0),
     )
-    words = replace(call, key=quantised.seen_as(call.key, torch.int32))
+    words = replace(call, key=quantized.seen_as(call.key, torch.int32))
     run(_attend, words, strides, key_scale=key_scale, KIND=kind)

@@ -20,9 +20,9 @@ from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 from torch import Tensor
 from typing_extensions import override  # of torch
 
-from ...dispatch.common import quantised
+from ...dispatch.common import quantized
 from ...dispatch.errors import NotSupported
-from ...quantised import npu_kv_quant_sparse_flash_attention, npu_quant_lightning_indexer
+from ...quantized import npu_kv_quant_sparse_flash_attention, npu_quant_lightning_indexer
 from ...sparse_attention import npu_sparse_flash_attention
 from ..engines import refuse
 from .modes import check_modes
@@ -145,7 +145,7 @@ class SparseBackend(DeepseekSparseAttnBackend):
             rope = dict(query_rope=q_rope, key_rope=rotary)
             return npu_sparse_flash_attention(q, latents, None, selected, scale, **rope, **given)[0]
         pages = pages.view(torch.float8_e4m3fn)
-        given.update(attention_mode=2, row_layout=quantised.NOPE_SCALE_ROPE)
+        given.update(attention_mode=2, row_layout=quantized.NOPE_SCALE_ROPE)
         both = torch.cat([q, q_rope], -1)
         return npu_kv_quant_sparse_flash_attention(
             both, pages, pages, selected, scale, 2, 2, **given
@@ -178,7 +178,7 @@ class SelectingIndexer(Indexer):
         t = sum(batch.dsa_extend_seq_lens_list)
         pool = cast("DSATokenToKVPool", get_token_to_kv_pool())
         pages = pool.get_index_k_with_scale_buffer(layer_id)
-        keys, scales = quantised.index_cache_views(pages.view(-1, PAGE, quantised.PACKED), "fp8")
+        keys, scales = quantized.index_cache_views(pages.view(-1, PAGE, quantized.PACKED), "fp8")
         out = torch.full((len(q_fp8), self.index_topk), -1, dtype=torch.int32, device=q_fp8.device)
         selected = npu_quant_lightning_indexer(
             q_fp8[:t],

@@ -16,7 +16,7 @@ from typing_extensions import override  # of torch
 from vllm_ascend.device.device_op import BaseDeviceAdaptor, DeviceOperator
 
 from ...dispatch.errors import NotSupported
-from ...quantised import (
+from ...quantized import (
     npu_kv_quant_sparse_flash_attention,
     npu_kv_quant_sparse_flash_attention_lse,
     npu_quant_lightning_indexer,

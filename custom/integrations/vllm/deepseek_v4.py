@@ -45,7 +45,7 @@ from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata,
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
 from ...compression import entry_positions
-from ...dispatch.common import quantised
+from ...dispatch.common import quantized
 from ...sparse_attention_v4 import npu_sparse_attention_v4_pto
 from ..engines import refuse
 from .mla import SideBySide, SparseBuilder, SparseMetadata, kept
@@ -55,7 +55,7 @@ from .standing_in import standing_in
 COMPRESSED = "attention to compressed keys"
 SELECTING = 4  # tokens of an entry in layers with an indexer, whose windows overlap
 ROWS, STATES = 64, 8  # tokens of a page
-BLOCK = [quantised.TILE, quantised.TILE]  # numbers of 8 bits with a scale
+BLOCK = [quantized.TILE, quantized.TILE]  # numbers of 8 bits with a scale
 
 # ------------------------------------------------------------------------ what vLLM asks of a cache
 

@@ -236,8 +236,8 @@ class GatedDelta(DeltaRule, QwenGatedDeltaNetAttention):
 
     def loaded_as_they_are(self, vllm_config: VllmConfig) -> bool:
         method = self.in_proj_qkvz.quant_method
-        unquantised = type(method) is UnquantizedLinearMethod
-        return unquantised and vllm_config.load_config.load_format not in AS_KEPT
+        unquantized = type(method) is UnquantizedLinearMethod
+        return unquantized and vllm_config.load_config.load_format not in AS_KEPT
 
     def load_by_kind(self, weight: Any, sizes: list[int]) -> None:
         """Once here instead of every step's outputs: a rank's rows of all queries, then of all keys

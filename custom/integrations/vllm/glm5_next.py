@@ -150,7 +150,7 @@ class PooledLatent(MultiHeadLatentAttentionWrapper, Cache):
             config,
             data_parallelism=config.parallel_config.data_parallel_size > 1,
             drafts=config.speculative_config is not None,
-            quantised_weights=quant_config is not None,
+            quantized_weights=quant_config is not None,
             caches_of_another_dtype_than_the_model=cache_config.cache_dtype
             not in ("auto", f"{dtype}".removeprefix("torch.")),
             a_rotary_part=qk_rope_head_dim > 0,

@@ -196,7 +196,7 @@ class DenseLatent(nn.Module, PagedCache):
             LATENT,
             vllm_config,
             drafts=vllm_config.speculative_config is not None,
-            quantised_weights=quant_config is not None,
+            quantized_weights=quant_config is not None,
             caches_of_another_dtype_than_the_model=cache_config.cache_dtype != "auto",
             a_query_with_a_latent=q_lora_rank is not None,
             a_gate=use_output_gate,

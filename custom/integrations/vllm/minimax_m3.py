@@ -72,7 +72,7 @@ class BlockAttention(nn.Module, Cache):
             engine,
             data_parallelism=engine.parallel_config.data_parallel_size > 1,
             drafts=engine.speculative_config is not None,
-            quantised_weights=quant_config is not None,
+            quantized_weights=quant_config is not None,
             caches_of_another_dtype_than_the_model=cache_config.cache_dtype
             not in ("auto", f"{dtype}".removeprefix("torch.")),
             scores_other_than_the_largest=chosen.get("sparse_score_type", "max") != "max",

@@ -40,9 +40,9 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from ...dispatch.common import quantised
+from ...dispatch.common import quantized
 from ...dispatch.errors import NotSupported
-from ...quantised import (
+from ...quantized import (
     npu_index_cache_write,
     npu_kv_quant_sparse_flash_attention,
     npu_latent_cache_write,
@@ -222,7 +222,7 @@ class PackedIndexCache(IndexCache):
     """vLLM's own layout: e4m3 and, behind those of a page, their scales."""
 
     def __init__(self) -> None:
-        super().__init__(quantised.PACKED, torch.uint8)
+        super().__init__(quantized.PACKED, torch.uint8)
 
     @override
     def of_op(self) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class PackedIndexCache(IndexCache):
     def select(
         self, batch: SparseMetadata, q: Tensor, k: Tensor, weights: Tensor, count: int
     ) -> Tensor:
-        keys, scales = quantised.index_cache_views(self.kv_cache.squeeze(2), "fp8")
+        keys, scales = quantized.index_cache_views(self.kv_cache.squeeze(2), "fp8")
         npu_index_cache_write(k, keys, scales, batch.slots, kind="fp8")
         q, weights, _ = quantize_index_query(q, weights, kind="fp8")
         given = dict(batch.by_keys, actual_seq_lengths_key=batch.lengths, sparse_count=count)
@@ -244,10 +244,10 @@ class PackedIndexCache(IndexCache):
 # -------------------------------------------------------------------------------------- the layer
 
 # what vLLM calls the caches of 8 bits of its kernels for sparse attention, and the sizes they have
-EIGHT_BITS = ("fp8", "fp8_e4m3", "fp8_ds_mla")
+QUANTIZED = ("fp8", "fp8_e4m3", "fp8_ds_mla")
 # of a layer's options how vLLM's own gets there faster
 HINTS = ("allow_short_prefill_indexer_scoring_skip", "fuse_qkv_rmsnorm")
-PACKED_SIZES = (quantised.LATENT, quantised.ROTARY, quantised.INDEX)
+PACKED_SIZES = (quantized.LATENT, quantized.ROTARY, quantized.INDEX)
 
 
 class NoIndexerOp(SparseAttnIndexer):
@@ -284,8 +284,8 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
         refuse_unread(SWITCH, "sparse attention", others, HINTS)
         m, config = mla_modules, get_current_vllm_config()
         stored = config.cache_config.cache_dtype
-        self.packed = stored in EIGHT_BITS
-        keys = m.indexer.head_dim if m.indexer else quantised.INDEX
+        self.packed = stored in QUANTIZED
+        keys = m.indexer.head_dim if m.indexer else quantized.INDEX
         if not (m.indexer is None or type(m.indexer) is deepseek_v2.Indexer):
             raise NotSupported(
                 f"CUSTOM_VLLM=1 serves DeepSeek-V3.2's indexer, and this is a "
@@ -299,7 +299,7 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
             and bool(
                 getattr(drafts.draft_model_config.hf_config, "index_share_for_mtp_iteration", False)
             ),
-            quantised_weights=quant_config is not None,
+            quantized_weights=quant_config is not None,
             caches_other_than_bfloat16_and_fp8=not (self.packed or stored in ("auto", "bfloat16")),
             fp8_caches_of_other_sizes_than_those_of_DeepSeek=self.packed
             and (kv_lora_rank, qk_rope_head_dim, keys) != PACKED_SIZES,
@@ -328,7 +328,7 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
         self.layers = config.compilation_config.static_forward_context
         self.layers[self.layer_name] = self
         if self.packed:
-            PagedCache.__init__(self, quantised.ROW, torch.uint8)
+            PagedCache.__init__(self, quantized.ROW, torch.uint8)
         else:
             PagedCache.__init__(self, kv_lora_rank, dtype)
             self.rotary = PagedCache(qk_rope_head_dim, dtype)
@@ -366,7 +366,7 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
             weight_format="linear",
         )
         if self.packed:
-            self.weights |= dict(kv_kind="fp8", row_layout=quantised.NOPE_SCALE_ROPE)
+            self.weights |= dict(kv_kind="fp8", row_layout=quantized.NOPE_SCALE_ROPE)
         if self.indexer is None:
             return
         i = self.indexer
@@ -505,8 +505,8 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
         """The same on rows of 656 bytes: e4m3, scales, and rotary keys of 16 bits."""
         (q, q_rope), (latent, k_rope) = queries, row
         rows = self.kv_cache.view(torch.float8_e4m3fn)
-        layout: dict[str, Any] = dict(row_layout=quantised.NOPE_SCALE_ROPE)
-        k_rope = k_rope.to(quantised.rotary_dtype(q))
+        layout: dict[str, Any] = dict(row_layout=quantized.NOPE_SCALE_ROPE)
+        k_rope = k_rope.to(quantized.rotary_dtype(q))
         npu_latent_cache_write(latent, k_rope, rows, batch.slots, kind="fp8", **layout)
         return npu_kv_quant_sparse_flash_attention(
             torch.cat([q, q_rope], -1),

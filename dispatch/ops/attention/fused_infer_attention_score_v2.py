@@ -154,13 +154,13 @@ def _absent(c: Checker, x: Arguments) -> None:
     for name in SCALES:
         c.require(
             given[name] is None,
-            f"`{name}` is given, expected None: nothing is quantised here. Leave it out; "
+            f"`{name}` is given, expected None: nothing is quantized here. Leave it out; "
             "npu_kv_quant_sparse_flash_attention reads latents of 8 bits.",
         )
     for name in MODES:
         c.require(
             given[name] == 0,
-            f"`{name}` is {given[name]}, expected 0: nothing is quantised here. Leave it out.",
+            f"`{name}` is {given[name]}, expected 0: nothing is quantized here. Leave it out.",
         )
     for name in KINDS:
         c.require(

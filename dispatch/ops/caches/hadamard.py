@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from ...check import Checker
-from ...common import quantised
+from ...common import quantized
 
-SCHEMA = f"npu_hadamard(Tensor x, float scale={quantised.INDEX**-0.5!r}) -> Tensor"
+SCHEMA = f"npu_hadamard(Tensor x, float scale={quantized.INDEX**-0.5!r}) -> Tensor"
 ONNX = "Hadamard"
 
 
@@ -19,8 +19,8 @@ def check(x: Tensor, **_: Any) -> None:
     c = Checker("npu_hadamard")
     c.floating("x", x)
     c.require(
-        x.ndim in (1, 2, 3, 4) and x.shape[-1] == quantised.INDEX,
-        f"`x` has shape {list(x.shape)}, expected [.., {quantised.INDEX}] of 1 to 4 dimensions.",
+        x.ndim in (1, 2, 3, 4) and x.shape[-1] == quantized.INDEX,
+        f"`x` has shape {list(x.shape)}, expected [.., {quantized.INDEX}] of 1 to 4 dimensions.",
     )
     c.dense_rows(x=x)
 

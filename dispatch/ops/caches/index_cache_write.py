@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ...common import quantised
+from ...common import quantized
 from ..common import prologs, quantization
 
 SCHEMA = (
@@ -43,10 +43,10 @@ def check(**x: Unpack[Arguments]) -> None:
     c.one_of("hadamard_round", x["hadamard_round"], "bf16", "fp32")
     c.floating("k", k)
     c.integer("slots", slots)
-    c.dtype("values", values, quantised.VALUES[kind])
+    c.dtype("values", values, quantized.VALUES[kind])
     c.dtype("scales", scales, *quantization.SCALES[kind])
-    c.shape("k", k, f"T {quantised.INDEX}")
-    c.shape("values", values, f"pages P 1 {quantised.INDEX}")
+    c.shape("k", k, f"T {quantized.INDEX}")
+    c.shape("values", values, f"pages P 1 {quantized.INDEX}")
     c.shape("scales", scales, "pages P 1")
     c.shape("slots", slots, "T")
     quantization.page_size(c)

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ...common import quantised
+from ...common import quantized
 from ..common import prologs, quantization
 
 SCHEMA = (
@@ -49,27 +49,27 @@ def check(**x: Unpack[Arguments]) -> None:
     c.one_of(
         "row_layout",
         row_layout,
-        quantised.NOPE_ROPE_SCALE,
-        quantised.NOPE_SCALE_ROPE,
-        quantised.V4,
+        quantized.NOPE_ROPE_SCALE,
+        quantized.NOPE_SCALE_ROPE,
+        quantized.V4,
     )
     c.floating("ckv", ckv)
     c.integer("slots", slots)
-    if row_layout == quantised.V4:
+    if row_layout == quantized.V4:
         _only_v4(c, kind, x["scale_format"], alpha, rotary)
         c.dtype("k_rope", k_rope, torch.bfloat16)
-        c.shape("ckv", ckv, f"T {quantised.V4_VALUES}")
+        c.shape("ckv", ckv, f"T {quantized.V4_VALUES}")
     else:
         c.dtype("k_rope", k_rope, torch.bfloat16, torch.float16)
-        c.dtype("rows", rows, torch.uint8, quantised.VALUES[kind])
-        c.shape("ckv", ckv, f"T {quantised.LATENT}")
+        c.dtype("rows", rows, torch.uint8, quantized.VALUES[kind])
+        c.shape("ckv", ckv, f"T {quantized.LATENT}")
         quantization.rope_head_dim(c, rotary)
     c.shape("k_rope", k_rope, f"T {rotary}")
     c.shape("slots", slots, "T")
-    if row_layout == quantised.V4:
+    if row_layout == quantized.V4:
         quantization.v4_rows(c, "rows", rows)
     else:
-        c.shape("rows", rows, f"pages P 1 {quantised.row_bytes(rotary)}")
+        c.shape("rows", rows, f"pages P 1 {quantized.row_bytes(rotary)}")
         quantization.page_size(c)
         quantization.rows(c, "rows", rows, row_layout)
     quantization.whole_pages(c, rows=rows)
@@ -83,7 +83,7 @@ def _only_v4(c: Checker, kind: str, scale_format: str, alpha: Tensor | None, rot
     for name, value, only in (
         ("kind", kind, "fp8"),
         ("scale_format", scale_format, "ue8m0"),
-        ("rope_head_dim", rotary, quantised.ROTARY),
+        ("rope_head_dim", rotary, quantized.ROTARY),
     ):
         c.require(
             value == only,

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ...common import quantised
+from ...common import quantized
 from ..common import quantization
 
 SCHEMA = (
@@ -48,13 +48,13 @@ def check(**x: Unpack[Arguments]) -> None:
         q.ndim in (3, 4), f"`q` has shape {list(q.shape)}, expected [B, S, N, 128] or [T, N, 128]."
     )
     rows = "B S" if q.ndim == 4 else "T"
-    c.shape("q", q, f"{rows} N {quantised.INDEX}")
+    c.shape("q", q, f"{rows} N {quantized.INDEX}")
     c.shape("weights", weights, f"{rows} N")
     c.dense_rows(q=q, weights=weights)
 
 
 def fake(q: Tensor, kind: str, **_: Any) -> tuple[Tensor, Tensor]:
     return (
-        q.new_empty(q.shape, dtype=quantised.VALUES[kind]),
+        q.new_empty(q.shape, dtype=quantized.VALUES[kind]),
         q.new_empty(q.shape[:-1], dtype=torch.float32),
     )

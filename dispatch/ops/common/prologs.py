@@ -26,16 +26,16 @@ def tensors(
     weights: Table,
     integers: Table,
     others: Mapping[str, Tensor | None] = MappingProxyType({}),
-    narrow: Collection[str] = (),
+    own: Collection[str] = (),
     paged: Collection[str] = (),
 ) -> None:
     """All on one device and contiguous, floats and weights of one dtype; all shapes but those of
-    the weights.  What is named in `narrow` has a dtype and strides of its own, and so have
+    the weights.  What is named in `own` has a dtype and strides of its own, and so have
     `others`, which are no more than on that device.  Caches in `paged` have pages that may lie
     apart."""
     given = {name: tensor for name, (tensor, _) in {**floats, **weights}.items()}
     whole = {name: tensor for name, (tensor, _) in integers.items()}
-    floating = {name: tensor for name, tensor in given.items() if name not in narrow}
+    floating = {name: tensor for name, tensor in given.items() if name not in own}
     c.same_device(**given, **whole, **others)
     c.floating(*next(iter(floating.items())))
     c.same_dtype(**floating)

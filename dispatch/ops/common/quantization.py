@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""What ops on caches of 8 bits ask of them; layouts as in common/quantised.py."""
+"""What ops on caches of 8 bits ask of them; layouts as in common/quantized.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...check import Checker
-from ...common import quantised
+from ...common import quantized
 
 SCALE_FORMATS = ("ue8m0", "fp32")
 SCALES = {
@@ -20,7 +20,7 @@ SCALES = {
 
 
 def kind(c: Checker, kind: str, scale_format: str) -> None:
-    c.one_of("kind", kind, *quantised.VALUES)
+    c.one_of("kind", kind, *quantized.VALUES)
     c.one_of("scale_format", scale_format, *SCALE_FORMATS)
 
 
@@ -35,16 +35,16 @@ def values(c: Checker, name: str, tensor: Tensor, number: int | None, argument: 
                 TypeError,
             )
             raise AssertionError
-        dtype, came = quantised.named_dtype(number)
+        dtype, came = quantized.named_dtype(number)
         if dtype is None:
             c.fail(f"`{argument}` is {came}, expected float8_e4m3fn or int8.", TypeError)
-    elif number is not None and quantised.named_dtype(number)[0] is not dtype:
+    elif number is not None and quantized.named_dtype(number)[0] is not dtype:
         c.fail(
-            f"`{argument}` is {quantised.named_dtype(number)[1]}, and `{name}` is {dtype}, "
+            f"`{argument}` is {quantized.named_dtype(number)[1]}, and `{name}` is {dtype}, "
             "expected the same. Leave the argument out.",
             TypeError,
         )
-    found = None if dtype is None else quantised.kind_of(dtype)
+    found = None if dtype is None else quantized.kind_of(dtype)
     if found is None:
         came = str(tensor.dtype).removeprefix("torch.")
         c.fail(f"`{name}` is {came}, expected float8_e4m3fn, int8 or uint8.", TypeError)
@@ -53,14 +53,14 @@ def values(c: Checker, name: str, tensor: Tensor, number: int | None, argument: 
 
 
 def layout_of_rows(c: Checker, row_layout: str) -> None:
-    c.one_of("row_layout", row_layout, quantised.NOPE_ROPE_SCALE, quantised.NOPE_SCALE_ROPE)
+    c.one_of("row_layout", row_layout, quantized.NOPE_ROPE_SCALE, quantized.NOPE_SCALE_ROPE)
 
 
 def rows(c: Checker, name: str, tensor: Tensor, row_layout: str) -> None:
     """Rows whose shape is known; they hold floats of 4 bytes."""
     layout_of_rows(c, row_layout)
     c.dense_rows(**{name: tensor})
-    reason = quantised.misplaced(tensor, 4)
+    reason = quantized.misplaced(tensor, 4)
     c.require(reason is None, f"`{name}` has {reason}")
 
 
@@ -68,13 +68,13 @@ def v4_pages(c: Checker, name: str, tensor: Tensor) -> None:
     """Rows of "v4" whose shape is known; pages may lie apart."""
     c.dtype(name, tensor, torch.uint8)
     whole_pages(c, **{name: tensor})
-    reason = quantised.misplaced(tensor[:, :1], 2)
+    reason = quantized.misplaced(tensor[:, :1], 2)
     c.require(reason is None, f"`{name}` has {reason}")
 
 
 def v4_rows(c: Checker, name: str, tensor: Tensor) -> None:
     """Rows of "v4", of any number a page; pages may lie apart."""
-    c.shape(name, tensor, f"pages P 1 {quantised.V4_ROW}")
+    c.shape(name, tensor, f"pages P 1 {quantized.V4_ROW}")
     v4_pages(c, name, tensor)
 
 
@@ -123,41 +123,41 @@ def latent_mode(
         f"`query_quant_mode` is {query_quant_mode}, expected 0: the queries keep their dtype.",
     )
     c.require(
-        tile_size == quantised.TILE,
-        f"`tile_size` is {tile_size}, expected {quantised.TILE} (the values that share a scale).",
+        tile_size == quantized.TILE,
+        f"`tile_size` is {tile_size}, expected {quantized.TILE} (the values that share a scale).",
     )
-    in_rows = kv_cache_quant_mode == 3
+    kv_quantized = kv_cache_quant_mode == 3
     for name, meaning in _LATENT_MODES.items():
         c.require(
-            repo_modes[name] == int(in_rows),
-            f"`{name}` is {repo_modes[name]}, expected {int(in_rows)} in kv_cache_quant_mode "
+            repo_modes[name] == int(kv_quantized),
+            f"`{name}` is {repo_modes[name]}, expected {int(kv_quantized)} in kv_cache_quant_mode "
             f"{kv_cache_quant_mode} ({meaning}).",
         )
-    return in_rows
+    return kv_quantized
 
 
 def rope_head_dim(c: Checker, size: int) -> None:
     """Of rows of 8 bits."""
     c.require(
-        size in (quantised.ROTARY, 0),
-        f"`rope_head_dim` is {size}, expected {quantised.ROTARY} or 0: the rotary keys of a row.",
+        size in (quantized.ROTARY, 0),
+        f"`rope_head_dim` is {size}, expected {quantized.ROTARY} or 0: the rotary keys of a row.",
     )
 
 
 def latent_caches(
-    kv_cache: Tensor, kr_cache: Tensor, sin: Tensor, in_rows: bool
+    kv_cache: Tensor, kr_cache: Tensor, sin: Tensor, kv_quantized: bool
 ) -> dict[str, tuple[Tensor, str]]:
     """Their shapes, for a prolog's table."""
-    if in_rows:
+    if kv_quantized:
         bare = sin.ndim > 0 and sin.shape[-1] == 0
-        size = quantised.row_bytes(0 if bare else quantised.ROTARY)
+        size = quantized.row_bytes(0 if bare else quantized.ROTARY)
         return dict(kv_cache=(kv_cache, f"pages P 1 {size}"))
     return dict(kv_cache=(kv_cache, "pages P 1 R"), kr_cache=(kr_cache, "pages P 1 Dr"))
 
 
 def latents(
     c: Checker,
-    in_rows: bool,
+    kv_quantized: bool,
     kv_cache: Tensor,
     kr_cache: Tensor,
     kv_cache_dtype: int | None,
@@ -167,13 +167,13 @@ def latents(
     """What is special about rows; their shape is known."""
     alpha = k_nope_clip_alpha
     layout_of_rows(c, row_layout)
-    if not in_rows:
+    if not kv_quantized:
         for name, given in (
             ("k_nope_clip_alpha", alpha),
             ("kv_cache_dtype", kv_cache_dtype),
         ):
             c.require(
-                given is None, f"`{name}` is given, expected None: latents are not quantised."
+                given is None, f"`{name}` is given, expected None: latents are not quantized."
             )
         return
     values(c, "kv_cache", kv_cache, kv_cache_dtype, "kv_cache_dtype")
@@ -184,7 +184,7 @@ def latents(
         f"`kr_cache` has shape {list(kr_cache.shape)}, expected one with a size of 0: the rotary "
         "keys are in the rows of `kv_cache`.",
     )
-    for letter, sizes in (("R", (quantised.LATENT,)), ("Dr", (quantised.ROTARY, 0))):
+    for letter, sizes in (("R", (quantized.LATENT,)), ("Dr", (quantized.ROTARY, 0))):
         c.require(
             c.sizes[letter] in sizes,
             f"{letter} is {c.sizes[letter]}, expected {' or '.join(map(str, sizes))}: rows have no "
@@ -210,10 +210,10 @@ def index_mode(c: Checker, kv_cache_quant_mode: int) -> bool:
 
 
 def index_keys(
-    c: Checker, in_bytes: bool, cache: Tensor, scales: Tensor | None, index_hadamard: bool
+    c: Checker, index_quantized: bool, cache: Tensor, scales: Tensor | None, index_hadamard: bool
 ) -> None:
     """An index cache [pages, P, 1, Di] whose shape is known, its scales, and the transform."""
-    if not in_bytes:
+    if not index_quantized:
         c.require(
             scales is None,
             "`index_k_scale_cache` is given, expected None in kv_cache_quant_mode 0.",
@@ -224,7 +224,7 @@ def index_keys(
             "belongs to caches of 8 bits.",
         )
         return
-    kind = quantised.kind_of(cache.dtype)
+    kind = quantized.kind_of(cache.dtype)
     if kind is None:
         came = str(cache.dtype).removeprefix("torch.")
         c.fail(
@@ -237,8 +237,8 @@ def index_keys(
         c.fail("`index_k_scale_cache` is missing, expected [pages, P, 1], a scale for each key.")
         raise AssertionError
     c.require(
-        c.sizes["Di"] == quantised.INDEX,
-        f"the index dim Di is {c.sizes['Di']}, expected {quantised.INDEX}: caches of 8 bits have "
+        c.sizes["Di"] == quantized.INDEX,
+        f"the index dim Di is {c.sizes['Di']}, expected {quantized.INDEX}: caches of 8 bits have "
         "no other.",
     )
     c.dtype("index_k_scale_cache", scales, *SCALES[kind])
@@ -248,7 +248,7 @@ def index_keys(
 
 def of_kind(c: Checker, name: str, cache: Tensor, argument: str, kind: str) -> None:
     """A cache of bytes, or of the values that `kind` says."""
-    wanted = quantised.VALUES[kind]
+    wanted = quantized.VALUES[kind]
     if cache.dtype not in (torch.uint8, wanted):
         came, dtype = (str(each).removeprefix("torch.") for each in (cache.dtype, wanted))
         c.fail(
@@ -269,14 +269,14 @@ def unpacked(
     if scales is None and kind == "fp8":
         c.dtype(name, cache, torch.uint8)
         if cache.ndim == 3:
-            c.shape(name, cache, f"pages P {quantised.PACKED}")
+            c.shape(name, cache, f"pages P {quantized.PACKED}")
         else:
-            c.shape(name, cache, f"pages P 1 {quantised.PACKED}")
+            c.shape(name, cache, f"pages P 1 {quantized.PACKED}")
         whole_pages(c, **{name: cache})
-        reason = quantised.misplaced(cache, 4)
+        reason = quantized.misplaced(cache, 4)
         c.require(reason is None, f"`{name}` has {reason}")
-        return quantised.index_cache_views(cache, kind)
+        return quantized.index_cache_views(cache, kind)
     of_kind(c, name, cache, argument, kind)
-    c.shape(name, cache, f"pages P 1 {quantised.INDEX}")
+    c.shape(name, cache, f"pages P 1 {quantized.INDEX}")
     c.dense_rows(**{name: cache})
-    return cache.view(quantised.VALUES[kind]), scales
+    return cache.view(quantized.VALUES[kind]), scales

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...check import Checker
-from ...common import quantised
+from ...common import quantized
 from . import prologs
 
 _KINDS = {0: None, 1: torch.int8, 2: torch.int8, 4: torch.float8_e4m3fn}
@@ -42,7 +42,7 @@ def named(names: Sequence[str], given: Mapping[str, Any]) -> dict[str, Scale]:
     return {name: Scale(scale, given[scale]) for name, scale in scales.items()}
 
 
-def dtypes(
+def quantized_weights(
     c: Checker,
     mode: int,
     first: Sequence[str],
@@ -66,25 +66,25 @@ def weights(
     c: Checker,
     mode: int,
     table: prologs.Table,
-    narrow: Mapping[str, torch.dtype],
+    dtypes: Mapping[str, torch.dtype],
     scales: Mapping[str, Scale],
     weight_format: str,
 ) -> None:
-    """Weights of known sizes, those in `narrow` with a scale, and the others without."""
+    """Weights of known sizes, those in `dtypes` with a scale, and the others without."""
     for name, (weight, _) in table.items():
-        if name not in narrow:
+        if name not in dtypes:
             continue
-        if weight.dtype is not narrow[name]:
-            came, wanted = (str(x).removeprefix("torch.") for x in (weight.dtype, narrow[name]))
+        if weight.dtype is not dtypes[name]:
+            came, wanted = (str(x).removeprefix("torch.") for x in (weight.dtype, dtypes[name]))
             c.fail(f"`{name}` is {came}, expected {wanted} in weight_quant_mode {mode}.", TypeError)
         c.contiguous(**{name: weight})
     prologs.weights(c, table, weight_format)
     for name, scale in scales.items():
-        if name not in narrow:
-            absent(c, scale, f"`{name}` is not quantised in weight_quant_mode {mode}")
+        if name not in dtypes:
+            absent(c, scale, f"`{name}` is not quantized in weight_quant_mode {mode}")
             continue
         *groups, rows, columns = (c.sizes[letter] for letter in table[name][1].split())
-        of_scale(c, scale, narrow[name], rows, columns, groups)
+        of_scale(c, scale, dtypes[name], rows, columns, groups)
 
 
 def absent(c: Checker, scale: Scale, why: str) -> None:
@@ -103,32 +103,32 @@ def of_scale(
     if dtype is torch.int8:
         wanted = [1, columns]
     else:
-        wanted = [-(-rows // quantised.TILE), -(-columns // quantised.TILE)]
+        wanted = [-(-rows // quantized.TILE), -(-columns // quantized.TILE)]
     _given(c, scale, [*groups, *wanted])
 
 
 def of_activations(
-    c: Checker, x: tuple[str, Tensor], scale: Scale, narrow: torch.dtype | None, tokens: Any
+    c: Checker, x: tuple[str, Tensor], scale: Scale, dtype: torch.dtype | None, tokens: Any
 ) -> None:
     """Of tokens [.., K] that come in 8 bits, as the weights that they meet, or in the working
-    dtype: then there is none, and the op quantises them."""
+    dtype: then there is none, and the op quantizes them."""
     name, tensor = x
-    if tensor.dtype not in quantised.VALUES.values():
-        absent(c, scale, f"`{name}` is not quantised")
+    if tensor.dtype not in quantized.VALUES.values():
+        absent(c, scale, f"`{name}` is not quantized")
         return
-    if tensor.dtype is not narrow:
+    if tensor.dtype is not dtype:
         came = str(tensor.dtype).removeprefix("torch.")
-        wanted = "the working dtype" if narrow is None else str(narrow).removeprefix("torch.")
+        wanted = "the working dtype" if dtype is None else str(dtype).removeprefix("torch.")
         c.fail(f"`{name}` is {came}, expected {wanted}, as the weights that it meets.", TypeError)
-    tiles = 1 if narrow is torch.int8 else -(-tensor.shape[-1] // quantised.TILE)
+    tiles = 1 if dtype is torch.int8 else -(-tensor.shape[-1] // quantized.TILE)
     _given(c, scale, [tokens, tiles])
 
 
-def smooth(c: Checker, smooth_scales_cq: Tensor | None, narrow: torch.dtype | None) -> None:
-    """What the query latent is multiplied by before it is quantised."""
+def smooth(c: Checker, smooth_scales_cq: Tensor | None, dtype: torch.dtype | None) -> None:
+    """What the query latent is multiplied by before it is quantized."""
     scale = Scale("smooth_scales_cq", smooth_scales_cq)
-    if narrow is not torch.int8:
-        absent(c, scale, "the query latent is not quantised to int8")
+    if dtype is not torch.int8:
+        absent(c, scale, "the query latent is not quantized to int8")
     elif smooth_scales_cq is not None:
         _given(c, scale, [1, c.sizes["Rq"]])
 

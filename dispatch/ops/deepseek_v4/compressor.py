@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ...common import compressed, quantised
+from ...common import compressed, quantized
 from ...common.compressed import BY_PAGE, RING
 from ..common import layouts, quantization
 from . import compressor_dense
@@ -191,15 +191,15 @@ def _entries(
         c.require(scales is None, "`cmp_scale_cache` is given, expected None with kind='none'.")
         own.shape("cmp_cache", cache, "pages P 1 D")
         quantization.whole_pages(c, cmp_cache=cache)
-    elif kind == "fp8" and size == quantised.V4_WIDTH:
+    elif kind == "fp8" and size == quantized.V4_WIDTH:
         c.require(
             scales is None,
             "`cmp_scale_cache` is given, expected None: rows have scales of their own.",
         )
         quantization.v4_rows(own, "cmp_cache", cache)
     else:
-        wanted = f"{quantised.INDEX} or {quantised.V4_WIDTH}" if kind == "fp8" else quantised.INDEX
-        c.require(size == quantised.INDEX, f"D is {size}, expected {wanted} with kind={kind!r}.")
+        wanted = f"{quantized.INDEX} or {quantized.V4_WIDTH}" if kind == "fp8" else quantized.INDEX
+        c.require(size == quantized.INDEX, f"D is {size}, expected {wanted} with kind={kind!r}.")
         cache, scales = quantization.unpacked(own, kind, cache, scales, "cmp_cache", "kind")
         if scales is None:
             c.fail("`cmp_scale_cache` is missing, expected [pages, P, 1], a scale for each entry.")

@@ -50,7 +50,7 @@ def check(**a: Unpack[Arguments]) -> None:
     scales = dict(
         dequant_scale_w_o_a=a["dequant_scale_w_o_a"], dequant_scale_w_o_b=a["dequant_scale_w_o_b"]
     )
-    narrow = weight_args.dtypes(c, weight_quant_mode, WEIGHTS, ())
+    dtypes = weight_args.quantized_weights(c, weight_quant_mode, WEIGHTS, ())
     floats = dict(
         attn_out=(attn_out, "B S N D"),
         rope_sin=(a["rope_sin"], "B S Dr"),
@@ -59,13 +59,13 @@ def check(**a: Unpack[Arguments]) -> None:
     given = {name: x for name, (x, _) in floats.items()} | dict(w_o_a=w_o_a, w_o_b=w_o_b)
     c.same_device(**given, **scales)
     c.floating("attn_out", attn_out)
-    c.same_dtype(**{name: x for name, x in given.items() if name not in narrow})
+    c.same_dtype(**{name: x for name, x in given.items() if name not in dtypes})
     for name, (tensor, shape) in floats.items():
         c.shape(name, tensor, shape)
     c.contiguous(**given)
     prologs.rotary(c, "D")
     output_weights(
-        c, w_o_a, w_o_b, "attn_out", a["weight_format"], weight_quant_mode, narrow, scales
+        c, w_o_a, w_o_b, "attn_out", a["weight_format"], weight_quant_mode, dtypes, scales
     )
 
 
@@ -76,7 +76,7 @@ def output_weights(
     heads: str,
     weight_format: str,
     mode: int,
-    narrow: Mapping[str, torch.dtype],
+    dtypes: Mapping[str, torch.dtype],
     scales: Mapping[str, Tensor | None],
 ) -> None:
     """Both weights, where N and D are known; N is that of the argument `heads`."""
@@ -98,7 +98,7 @@ def output_weights(
     sizes.setdefault("H", nz.columns_of(w_o_b, weight_format))
     sizes["G"] = groups
     weights = dict(w_o_a=(w_o_a, "G N/G*D Ro"), w_o_b=(w_o_b, "G*Ro H"))
-    weight_args.weights(c, mode, weights, narrow, weight_args.named(WEIGHTS, scales), weight_format)
+    weight_args.weights(c, mode, weights, dtypes, weight_args.named(WEIGHTS, scales), weight_format)
 
 
 def fake(attn_out: Tensor, w_o_b: Tensor, weight_format: str, **_: Any) -> Tensor:

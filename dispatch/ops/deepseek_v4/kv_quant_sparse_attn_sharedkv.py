@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """Arguments and outputs of npu_kv_quant_sparse_attn_sharedkv: those of npu_sparse_attn_sharedkv, on
-"v4" rows [pages, P, 1, 584] of common/quantised.py."""
+"v4" rows [pages, P, 1, 584] of common/quantized.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...check import Checker
-from ...common import quantised
+from ...common import quantized
 from ..common import quantization
 from . import sharedkv
 from . import sparse_attn_sharedkv as of_floats
@@ -22,8 +22,8 @@ SCHEMA = (
 # the only value of each, and what it means
 _MODES = {
     "kv_quant_mode": (1, "rows of 584 bytes: 448 e4m3, 64 bfloat16, 8 scales"),
-    "tile_size": (quantised.V4_TILE, "the values that share a scale"),
-    "rope_head_dim": (quantised.ROTARY, "the rotary channels of a row"),
+    "tile_size": (quantized.V4_TILE, "the values that share a scale"),
+    "rope_head_dim": (quantized.ROTARY, "the rotary channels of a row"),
 }
 
 
@@ -37,7 +37,7 @@ def check(q: Tensor, kv_quant_mode: int, tile_size: int, rope_head_dim: int, **x
         x["layout_kv"] == "PA_ND",
         f"`layout_kv` is {x['layout_kv']!r}, expected 'PA_ND': rows of 8 bits lie in pages.",
     )
-    sharedkv.inputs(c, q, str(quantised.V4_WIDTH), str(quantised.V4_ROW), x)
+    sharedkv.inputs(c, q, str(quantized.V4_WIDTH), str(quantized.V4_ROW), x)
     for name in ("ori_kv", "cmp_kv"):
         if x[name] is not None:
             quantization.v4_pages(c, name, x[name])

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ...common import nz, quantised
+from ...common import nz, quantized
 from ..common import layouts, prologs, quantization, weight_args
 
 SCHEMA = (
@@ -54,7 +54,7 @@ class Arguments(TypedDict):
     dequant_scale_w_idx_qb: Tensor | None
 
 
-# weights that a weight_quant_mode narrows: of the layer's input, of the query latent
+# weights that a weight_quant_mode quantizes: of the layer's input, of the query latent
 FIRST, SECOND = ("w_dq", "w_kv"), ("w_uq", "w_idx_qb")
 
 
@@ -69,7 +69,7 @@ def check(**x: Unpack[Arguments]) -> None:
         dequant_scale_w_kv=x["dequant_scale_w_kv"],
         dequant_scale_w_idx_qb=x["dequant_scale_w_idx_qb"],
     )
-    narrow = weight_args.dtypes(c, weight_quant_mode, FIRST, SECOND)
+    dtypes = weight_args.quantized_weights(c, weight_quant_mode, FIRST, SECOND)
     c.one_of("kv_kind", kv_kind, "none", "fp8")
     packed = kv_kind == "fp8"
     if packed:
@@ -79,7 +79,7 @@ def check(**x: Unpack[Arguments]) -> None:
     weights = dict(w_dq=(x["w_dq"], "H Rq"), w_uq=(w_uq, "Rq N*D"), w_kv=(x["w_kv"], "H D"))
     if index:
         weights |= dict(w_idx_qb=(index[0], "Rq Ni*Di"), w_idx_proj=(index[1], "H Ni"))
-    narrow = {name: dtype for name, dtype in narrow.items() if name in weights}
+    dtypes = {name: dtype for name, dtype in dtypes.items() if name in weights}
     lengths = {"act_seqs": (x["act_seqs"], "B")}
     if seqused is not None:
         lengths["seqused"] = (seqused, "B")
@@ -91,19 +91,19 @@ def check(**x: Unpack[Arguments]) -> None:
             gamma_kv=(x["gamma_kv"], "D"),
             rope_sin=(x["rope_sin"], "B S Dr"),
             rope_cos=(x["rope_cos"], "B S Dr"),
-            ori_kv=(ori_kv, f"pages P 1 {quantised.V4_ROW}" if packed else "pages P 1 D"),
+            ori_kv=(ori_kv, f"pages P 1 {quantized.V4_ROW}" if packed else "pages P 1 D"),
         ),
         weights,
         lengths | dict(ori_block_table=(x["ori_block_table"], "B max_pages")),
         scales,
-        narrow={*narrow, *(["ori_kv"] if packed else [])},
+        own={*dtypes, *(["ori_kv"] if packed else [])},
         paged={"ori_kv"},
     )
     if packed:
         quantization.v4_rows(c, "ori_kv", ori_kv)
         c.require(
-            c.sizes["D"] == quantised.V4_WIDTH,
-            f"the head dim D is {c.sizes['D']}, expected {quantised.V4_WIDTH} with kv_kind='fp8': "
+            c.sizes["D"] == quantized.V4_WIDTH,
+            f"the head dim D is {c.sizes['D']}, expected {quantized.V4_WIDTH} with kv_kind='fp8': "
             "its rows have no other.",
         )
     prologs.rotary(c, "D")
@@ -111,7 +111,7 @@ def check(**x: Unpack[Arguments]) -> None:
     if index:
         index_sizes(c, *index, weight_format, index_hadamard)
     of_weights = weight_args.named((*FIRST, *SECOND), scales)
-    weight_args.weights(c, weight_quant_mode, weights, narrow, of_weights, weight_format)
+    weight_args.weights(c, weight_quant_mode, weights, dtypes, of_weights, weight_format)
     c.at_least("rms_norm_eps", x["rms_norm_eps"], 0)
     layouts.values(c, "seqused", seqused, "BSND", c.sizes["S"])
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...check import Checker
-from ...common import nz, quantised
+from ...common import nz, quantized
 from ..common import layouts, prologs, quantization, weight_args
 from . import compressor, grouped_o_proj_pto, sharedkv_prolog_pto
 from .compressor_dense import of_state
@@ -61,8 +61,8 @@ TABLES = (("ori_kv",), ("cmp_state", "idx_state"), ("cmp_kv", "idx_k", "idx_k_sc
 def check(**a: Any) -> None:
     c = Checker("npu_sparse_attention_v4_pto")
     mode = a["weight_quant_mode"]
-    narrow = weight_args.dtypes(c, mode, (*FIRST, *OUTPUT), SECOND)
-    narrow = {name: dtype for name, dtype in narrow.items() if a[name] is not None}
+    dtypes = weight_args.quantized_weights(c, mode, (*FIRST, *OUTPUT), SECOND)
+    dtypes = {name: dtype for name, dtype in dtypes.items() if a[name] is not None}
     c.one_of("kv_kind", a["kv_kind"], "none", "fp8")
     c.one_of("index_kind", a["index_kind"], *compressor.KINDS)
     c.one_of("hadamard_round", a["hadamard_round"], "bf16", "fp32")
@@ -70,7 +70,7 @@ def check(**a: Any) -> None:
     entries = _entries_given(c, a)
     indexer = _indexer_given(c, a, entries)
     output = _whole(c, a, OUTPUT, "an output projection")
-    _common(c, a, entries, indexer, output, narrow)
+    _common(c, a, entries, indexer, output, dtypes)
     weights = dict(w_dq=(a["w_dq"], "H Rq"), w_uq=(a["w_uq"], "Rq N*D"), w_kv=(a["w_kv"], "H D"))
     c.sizes["N"] = sharedkv_prolog_pto.heads_of(c, "w_uq", a["w_uq"], "D", a["weight_format"])
     c.sizes["N*D"] = c.sizes["N"] * c.sizes["D"]
@@ -85,10 +85,10 @@ def check(**a: Any) -> None:
         )
         _indexer(c, a)
     scales = weight_args.named((*FIRST, *SECOND), a)
-    weight_args.weights(c, mode, weights, narrow, scales, a["weight_format"])
+    weight_args.weights(c, mode, weights, dtypes, scales, a["weight_format"])
     if output:
         grouped_o_proj_pto.output_weights(
-            c, a["w_o_a"], a["w_o_b"], "w_uq", a["weight_format"], mode, narrow, a
+            c, a["w_o_a"], a["w_o_b"], "w_uq", a["weight_format"], mode, dtypes, a
         )
     else:
         for scale in weight_args.named(OUTPUT, a).values():
@@ -151,12 +151,12 @@ def _common(
     entries: bool,
     indexer: bool,
     output: bool,
-    narrow: Mapping[str, torch.dtype],
+    dtypes: Mapping[str, torch.dtype],
 ) -> None:
     """Devices, dtypes, strides; all shapes but those of weights, of float32 and of index keys."""
     c.shape("x", a["x"], "B S H")
     rows = a["kv_kind"] == "fp8"
-    width = str(quantised.V4_ROW) if rows else "D"
+    width = str(quantized.V4_ROW) if rows else "D"
     floats = dict(
         x="B S H",
         gamma_cq="Rq",
@@ -191,7 +191,7 @@ def _common(
         {name: (a[name], "") for name in weights},
         {name: (a[name], shape) for name, shape in integers.items()},
         {name: a[name] for name in others},
-        narrow={*narrow, *(caches if rows else [])},
+        own={*dtypes, *(caches if rows else [])},
         paged=caches,
     )
     prologs.rotary(c, "D")
@@ -199,8 +199,8 @@ def _common(
         for name in caches:
             quantization.v4_pages(c, name, a[name])
         c.require(
-            c.sizes["D"] == quantised.V4_WIDTH,
-            f"the head dim D is {c.sizes['D']}, expected {quantised.V4_WIDTH} with kv_kind='fp8': "
+            c.sizes["D"] == quantized.V4_WIDTH,
+            f"the head dim D is {c.sizes['D']}, expected {quantized.V4_WIDTH} with kv_kind='fp8': "
             "its rows have no other.",
         )
 
@@ -267,8 +267,8 @@ def _indexer(c: Checker, a: Mapping[str, Any]) -> None:
         quantization.whole_pages(c, idx_k=keys)
         return
     c.require(
-        size == quantised.INDEX,
-        f"the index dim Di is {size}, expected {quantised.INDEX} with index_kind={kind!r}.",
+        size == quantized.INDEX,
+        f"the index dim Di is {size}, expected {quantized.INDEX} with index_kind={kind!r}.",
     )
     own = Checker(c.op)
     own.sizes |= {"pages": c.sizes["entry_pages"], "P": page}

@@ -45,7 +45,7 @@ class Arguments(Selection):
     key_dtype: int | None
 
 
-_NARROW = (torch.float16, torch.bfloat16, torch.float32)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check(**arguments: Any) -> None:
@@ -92,13 +92,13 @@ def check_as(op: str, **x: Unpack[Arguments]) -> None:
 
 def _scale_dtypes(c: Checker, kind: str, weights: Tensor, scales: dict[str, Tensor | None]) -> None:
     """int8: any float; fp8: all of them float16, or float32 scales beside other weights."""
-    c.dtype("weights", weights, *_NARROW)
+    c.dtype("weights", weights, *_FLOATS)
     half = kind == "fp8" and weights.dtype is torch.float16
     for name, scale in scales.items():
         if scale is None:
             continue
         if kind == "int8":
-            c.dtype(name, scale, *_NARROW)
+            c.dtype(name, scale, *_FLOATS)
         else:
             c.dtype(name, scale, torch.float16 if half else torch.float32)
 

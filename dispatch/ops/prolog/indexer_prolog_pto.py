@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ...common import nz, quantised
+from ...common import nz, quantized
 from ..common import prologs, quantization, weight_args
 
 SCHEMA = (
@@ -58,8 +58,8 @@ class Arguments(TypedDict):
 def check(**x: Unpack[Arguments]) -> None:
     query_norm, cache_index = x["query_norm"], x["cache_index"]
     c = Checker("npu_indexer_prolog_pto")
-    narrow = weight_args.dtypes(c, x["weight_quant_mode"], ("weight_k",), ("weight_qb",))
-    in_bytes = quantization.index_mode(c, x["kv_cache_quant_mode"])
+    dtypes = weight_args.quantized_weights(c, x["weight_quant_mode"], ("weight_k",), ("weight_qb",))
+    index_quantized = quantization.index_mode(c, x["kv_cache_quant_mode"])
     c.one_of("scale_format", x["scale_format"], *quantization.SCALE_FORMATS)
     c.one_of("hadamard_round", x["hadamard_round"], "bf16", "fp32")
     weights = dict(
@@ -78,7 +78,7 @@ def check(**x: Unpack[Arguments]) -> None:
     )
     scales = weight_args.named(("weight_qb", "weight_k"), x)
     of_norm = weight_args.Scale("dequant_scale_q_norm", x["dequant_scale_q_norm"])
-    own = {*narrow, *(["query_norm"] if query_norm.dtype in quantised.VALUES.values() else [])}
+    own = {*dtypes, *(["query_norm"] if query_norm.dtype in quantized.VALUES.values() else [])}
     prologs.tensors(
         c,
         floats,
@@ -88,17 +88,17 @@ def check(**x: Unpack[Arguments]) -> None:
         | dict(
             smooth_scales_cq=x["smooth_scales_cq"], index_k_scale_cache=x["index_k_scale_cache"]
         ),
-        {*own, *(["index_k_cache"] if in_bytes else [])},
+        {*own, *(["index_k_cache"] if index_quantized else [])},
     )
     index_sizes(c, "weight_proj", x["weight_proj"], x["weight_qb"], x["weight_format"])
-    weight_args.weights(c, x["weight_quant_mode"], weights, narrow, scales, x["weight_format"])
+    weight_args.weights(c, x["weight_quant_mode"], weights, dtypes, scales, x["weight_format"])
     c.contiguous(query_norm=query_norm)
-    of_query = narrow.get("weight_qb")
+    of_query = dtypes.get("weight_qb")
     tokens = cache_index.numel()
     weight_args.of_activations(c, ("query_norm", query_norm), of_norm, of_query, tokens)
     weight_args.smooth(c, x["smooth_scales_cq"], of_query)
     quantization.index_keys(
-        c, in_bytes, x["index_k_cache"], x["index_k_scale_cache"], x["index_hadamard"]
+        c, index_quantized, x["index_k_cache"], x["index_k_scale_cache"], x["index_hadamard"]
     )
     c.at_least("ln_epsilon", x["ln_epsilon"], 0)
     prologs.distinct_slots(c, cache_index)
@@ -130,11 +130,13 @@ def fake(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     token_x = x["token_x"]
     batch, rows, _hidden = token_x.shape
     heads = nz.columns_of(x["weight_proj"], x["weight_format"])
-    in_bytes = x["kv_cache_quant_mode"] == 3
+    index_quantized = x["kv_cache_quant_mode"] == 3
     return (
         token_x.new_empty(
             [batch, rows, heads, x["ln_gamma_k"].shape[0]],
-            dtype=x["index_k_cache"].dtype if in_bytes else token_x.dtype,
+            dtype=x["index_k_cache"].dtype if index_quantized else token_x.dtype,
         ),
-        token_x.new_empty([batch, rows, heads], dtype=torch.float32 if in_bytes else token_x.dtype),
+        token_x.new_empty(
+            [batch, rows, heads], dtype=torch.float32 if index_quantized else token_x.dtype
+        ),
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ...common import nz, quantised
+from ...common import nz, quantized
 from ..common import prologs, quantization, weight_args
 from .indexer_prolog_pto import index_sizes
 
@@ -57,7 +57,7 @@ def check(**a: Unpack[Arguments]) -> None:
     c = Checker("npu_lightning_indexer_prolog_pto")
     c.one_of("layout_query", a["layout_query"], "TND")
     c.one_of("layout_key", a["layout_key"], "PA_BSND")
-    narrow = {"wq_b": torch.int8}
+    dtypes = {"wq_b": torch.int8}
     weights = dict(
         wq_b=(a["wq_b"], "Rq Ni*Di"), wk=(a["wk"], "H Di"), weights_proj=(a["weights_proj"], "H Ni")
     )
@@ -69,7 +69,7 @@ def check(**a: Unpack[Arguments]) -> None:
         ln_beta_k=(a["ln_beta_k"], "Di"),
         cos_idx_rope=(a["cos_idx_rope"], "T Dr"),
         sin_idx_rope=(a["sin_idx_rope"], "T Dr"),
-        idx_k_cache=(idx_k_cache, f"pages P 1 {quantised.INDEX}"),
+        idx_k_cache=(idx_k_cache, f"pages P 1 {quantized.INDEX}"),
         **{name: (x, "Di Di") for name, x in matrices.items() if x is not None},
     )
     prologs.tensors(
@@ -81,7 +81,7 @@ def check(**a: Unpack[Arguments]) -> None:
         {"wq_b", "q_norm", "idx_k_cache"},
     )
     index_sizes(c, "weights_proj", a["weights_proj"], a["wq_b"], "nd")
-    weight_args.weights(c, 1, weights, narrow, {}, "nd")
+    weight_args.weights(c, 1, weights, dtypes, {}, "nd")
     c.dtype("q_norm", q_norm, torch.int8)
     c.dtype("idx_k_cache", idx_k_cache, torch.int8)
     for name, tensor, shapes in (
@@ -99,8 +99,8 @@ def check(**a: Unpack[Arguments]) -> None:
         "pages P 1 1" if idx_k_scale_cache.ndim == 4 else "pages P 1",
     )
     c.require(
-        c.sizes["Di"] == quantised.INDEX,
-        f"the index dim Di is {c.sizes['Di']}, expected {quantised.INDEX}.",
+        c.sizes["Di"] == quantized.INDEX,
+        f"the index dim Di is {c.sizes['Di']}, expected {quantized.INDEX}.",
     )
     c.contiguous(
         q_norm=q_norm,

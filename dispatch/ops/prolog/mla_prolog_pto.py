@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ...common import mla_v3, quantised
+from ...common import mla_v3, quantized
 from ...op_spec import Variant
 from ..common import prologs, quantization, weight_args
 
@@ -29,7 +29,7 @@ SCHEMA = (
     " Tensor? smooth_scales_cq=None, Tensor? k_nope_clip_alpha=None, SymInt weight_quant_mode=0,"
     " SymInt kv_cache_quant_mode=0, SymInt query_quant_mode=0, SymInt ckvkr_repo_mode=0,"
     " SymInt quant_scale_repo_mode=0, SymInt tile_size=128, int? kv_cache_dtype=None,"
-    f' str row_layout="{quantised.NOPE_ROPE_SCALE}", str scale_format="ue8m0")'
+    f' str row_layout="{quantized.NOPE_ROPE_SCALE}", str scale_format="ue8m0")'
     " -> (Tensor, Tensor, Tensor)"
 )
 GE = "MlaPrologV3"
@@ -94,10 +94,10 @@ def check_as(op: str, rows: str = "B S", **x: Unpack[Arguments]) -> None:
             f"`{name}` is {mode}, expected 0 without a query latent (`weight_dq` None). Pass "
             "weights and caches of the working dtype.",
         )
-    narrow = weight_args.dtypes(
+    dtypes = weight_args.quantized_weights(
         c, weight_quant_mode, ("weight_dq", "weight_dkv_kr"), ("weight_uq_qr",)
     )
-    in_rows = quantization.latent_mode(
+    kv_quantized = quantization.latent_mode(
         c,
         x["kv_cache_quant_mode"],
         x["query_quant_mode"],
@@ -117,14 +117,14 @@ def check_as(op: str, rows: str = "B S", **x: Unpack[Arguments]) -> None:
         rope_sin=(x["rope_sin"], f"{rows} Dr"),
         rope_cos=(x["rope_cos"], f"{rows} Dr"),
         weight_uk=(x["weight_uk"], "N Dn R"),
-        **quantization.latent_caches(kv_cache, kr_cache, x["rope_sin"], in_rows),
+        **quantization.latent_caches(kv_cache, kr_cache, x["rope_sin"], kv_quantized),
     )
     if weight_dq is not None and rmsnorm_gamma_cq is not None:
         weights = dict(weight_dq=(weight_dq, "H Rq"), **weights)
         floats = dict(rmsnorm_gamma_cq=(rmsnorm_gamma_cq, "Rq"), **floats)
     scales = weight_args.named(("weight_dq", "weight_uq_qr", "weight_dkv_kr"), x)
     of_x = weight_args.Scale("dequant_scale_x", x["dequant_scale_x"])
-    own = {*narrow, *(["token_x"] if token_x.dtype in quantised.VALUES.values() else [])}
+    own = {*dtypes, *(["token_x"] if token_x.dtype in quantized.VALUES.values() else [])}
     prologs.tensors(
         c,
         floats,
@@ -132,17 +132,17 @@ def check_as(op: str, rows: str = "B S", **x: Unpack[Arguments]) -> None:
         dict(cache_index=(cache_index, rows)),
         {each.name: each.tensor for each in (*scales.values(), of_x)}
         | dict(smooth_scales_cq=smooth_scales_cq, k_nope_clip_alpha=k_nope_clip_alpha)
-        | (dict(kr_cache=kr_cache) if in_rows else {}),
-        {*own, *(["kv_cache"] if in_rows else [])},
+        | (dict(kr_cache=kr_cache) if kv_quantized else {}),
+        {*own, *(["kv_cache"] if kv_quantized else [])},
     )
     query_sizes(c)
-    weight_args.weights(c, weight_quant_mode, weights, narrow, scales, x["weight_format"])
+    weight_args.weights(c, weight_quant_mode, weights, dtypes, scales, x["weight_format"])
     c.contiguous(token_x=token_x)
     tokens = cache_index.numel()
-    weight_args.of_activations(c, ("token_x", token_x), of_x, narrow.get("weight_dq"), tokens)
-    weight_args.smooth(c, smooth_scales_cq, narrow.get("weight_uq_qr"))
+    weight_args.of_activations(c, ("token_x", token_x), of_x, dtypes.get("weight_dq"), tokens)
+    weight_args.smooth(c, smooth_scales_cq, dtypes.get("weight_uq_qr"))
     quantization.latents(
-        c, in_rows, kv_cache, kr_cache, x["kv_cache_dtype"], x["row_layout"], k_nope_clip_alpha
+        c, kv_quantized, kv_cache, kr_cache, x["kv_cache_dtype"], x["row_layout"], k_nope_clip_alpha
     )
     c.at_least("rmsnorm_epsilon_cq", x["rmsnorm_epsilon_cq"], 0)
     c.at_least("rmsnorm_epsilon_ckv", x["rmsnorm_epsilon_ckv"], 0)
@@ -220,7 +220,7 @@ def check_v3(**arguments: Any) -> None:
         _V3,
         **given,
         weight_format="nd",
-        row_layout=quantised.NOPE_ROPE_SCALE,
+        row_layout=quantized.NOPE_ROPE_SCALE,
         scale_format="ue8m0",
         rows=rows,
     )
@@ -234,8 +234,8 @@ def fake_v3(
     values, scale = query.new_empty([0], dtype=weight_uq_qr.dtype), torch.empty_like(none)
     if query_norm_flag:
         values = norm.new_empty(norm.shape, dtype=weight_uq_qr.dtype)
-        tiles = 1 if values.dtype is torch.int8 else -(-norm.shape[-1] // quantised.TILE)
-        if quantised.kind_of(values.dtype) is not None:
+        tiles = 1 if values.dtype is torch.int8 else -(-norm.shape[-1] // quantized.TILE)
+        if quantized.kind_of(values.dtype) is not None:
             scale = query.new_empty([norm[..., 0].numel(), tiles], dtype=torch.float32)
     return query, query_rope, none, values, scale
 

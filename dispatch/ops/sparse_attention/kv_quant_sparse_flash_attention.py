@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Arguments and output of npu_kv_quant_sparse_flash_attention; rows as in common/quantised.py.
+"""Arguments and output of npu_kv_quant_sparse_flash_attention; rows as in common/quantized.py.
 
     query [.., N, 512 + Dr]   key, value [.., 1, 528 + 2 Dr] of 8 bits   sparse_indices [.., 1, K]
     out [.., N, 512]          Dr = rope_head_dim, 64 or 0
@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ...check import Checker
-from ...common import quantised
+from ...common import quantized
 from ...op_spec import UNLIMITED, Variant
 from ..common import quantization
 from . import sparse_flash_attention
@@ -33,7 +33,7 @@ ARGUMENTS = (
     f" SymInt sparse_mode=3, SymInt pre_tokens={UNLIMITED}, SymInt next_tokens={UNLIMITED},"
     " SymInt attention_mode=0, SymInt quant_scale_repo_mode=1, SymInt tile_size=128,"
     " SymInt rope_head_dim=64, int? key_dtype=None, int? value_dtype=None, Tensor? sinks=None,"
-    f' str row_layout="{quantised.NOPE_ROPE_SCALE}")'
+    f' str row_layout="{quantized.NOPE_ROPE_SCALE}")'
 )
 SCHEMA = f"npu_kv_quant_sparse_flash_attention{ARGUMENTS} -> Tensor"
 GE = "KvQuantSparseFlashAttention"
@@ -61,7 +61,7 @@ _MODES = {
     "key_quant_mode": (2, "a scale for each token and tile"),
     "value_quant_mode": (2, "a scale for each token and tile"),
     "quant_scale_repo_mode": (1, "scales in the rows"),
-    "tile_size": (quantised.TILE, "the values that share a scale"),
+    "tile_size": (quantized.TILE, "the values that share a scale"),
 }
 
 
@@ -99,9 +99,9 @@ def check_as(op: str, **x: Unpack[Arguments]) -> None:
         )
     rotary = x["rope_head_dim"]
     quantization.rope_head_dim(c, rotary)
-    c.shape("query", query, f"{rows} N {quantised.LATENT + rotary}")
+    c.shape("query", query, f"{rows} N {quantized.LATENT + rotary}")
     for name, (cache, _) in caches.items():
-        c.shape(name, cache, f"{keys} 1 {quantised.row_bytes(rotary)}")
+        c.shape(name, cache, f"{keys} 1 {quantized.row_bytes(rotary)}")
         quantization.rows(c, name, cache, x["row_layout"])
     c.shape("sparse_indices", sparse_indices, f"{rows} 1 K")
     c.dense_rows(query=query, sparse_indices=sparse_indices)
@@ -114,7 +114,7 @@ def check_as(op: str, **x: Unpack[Arguments]) -> None:
 
 
 def fake(query: Tensor, **_: Any) -> Tensor:
-    return query.new_empty([*query.shape[:-1], quantised.LATENT])
+    return query.new_empty([*query.shape[:-1], quantized.LATENT])
 
 
 def with_statistics(query: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from ...check import Checker
-from ...common import layer, quantised
+from ...common import layer, quantized
 from ...op_spec import Variant
 from ..common import layouts, prologs, quantization, weight_args
 from ..prolog.indexer_prolog_pto import index_sizes
 from ..prolog.mla_prolog_pto import query_sizes
 
-_ROWS = f'str kv_kind="none", str row_layout="{quantised.NOPE_ROPE_SCALE}"'
-_OF_8_BITS = (
+_ROWS = f'str kv_kind="none", str row_layout="{quantized.NOPE_ROPE_SCALE}"'
+_QUANTIZED = (
     " Tensor? dequant_scale_w_dq=None, Tensor? dequant_scale_w_uq_qr=None,"
     " Tensor? dequant_scale_w_dkv_kr=None, Tensor? smooth_scales_cq=None,"
     f" Tensor? k_nope_clip_alpha=None, SymInt weight_quant_mode=0, {_ROWS},"
     ' str scale_format="ue8m0"'
 )
-_INDEX_OF_8_BITS = (
+_INDEX_QUANTIZED = (
     " Tensor(d!)? index_k_scale_cache=None, Tensor? dequant_scale_w_idx_qb=None,"
     " Tensor? dequant_scale_w_idx_k=None, SymInt index_weight_quant_mode=0,"
     ' str index_kind="none", bool index_hadamard=False, str hadamard_round="bf16"'
@@ -38,7 +38,7 @@ SCHEMA = (
     " Tensor in_beta_k, Tensor(c!) index_k_cache, *, float? softmax_scale=None,"
     " float rms_norm_eps=1e-6, float layer_norm_eps=1e-6, SymInt sparse_count=2048,"
     ' bool rope_interleaved=True, bool index_rope_interleaved=False, str weight_format="nz",'
-    f"{_OF_8_BITS},{_INDEX_OF_8_BITS}) -> Tensor"
+    f"{_QUANTIZED},{_INDEX_QUANTIZED}) -> Tensor"
 )
 _SHARED = "npu_sparse_attention_shared_pto"
 _SHARED_SCHEMA = (
@@ -47,7 +47,7 @@ _SHARED_SCHEMA = (
     " Tensor cache_index, Tensor(a!) kv_cache, Tensor(b!) kr_cache, Tensor block_table,"
     " Tensor act_seqs, Tensor sparse_indices, *, float? softmax_scale=None,"
     ' float rms_norm_eps=1e-6, bool rope_interleaved=True, str weight_format="nz",'
-    f"{_OF_8_BITS}) -> Tensor"
+    f"{_QUANTIZED}) -> Tensor"
 )
 GE = "SparseAttentionPto"
 ONNX = "SparseAttentionPto"
@@ -59,10 +59,10 @@ def check(op: str = "npu_sparse_attention_pto", **arguments: Any) -> None:
     index_k_scale_cache, index_kind = a.index_k_scale_cache, a.index_kind
     index_weight_quant_mode, weight_format = a.index_weight_quant_mode, a.weight_format
     c = Checker(op)
-    c.one_of("index_kind", index_kind, "none", *quantised.VALUES)
+    c.one_of("index_kind", index_kind, "none", *quantized.VALUES)
     c.one_of("hadamard_round", a.hadamard_round, "bf16", "fp32")
-    in_bytes = index_kind != "none"
-    narrow = weight_args.dtypes(
+    index_quantized = index_kind != "none"
+    dtypes = weight_args.quantized_weights(
         c, index_weight_quant_mode, ("w_idx_k",), ("w_idx_qb",), "index_weight_quant_mode"
     )
     table = dict(
@@ -74,18 +74,20 @@ def check(op: str = "npu_sparse_attention_pto", **arguments: Any) -> None:
     floats = dict(in_gamma_k=(a.in_gamma_k, "Di"), in_beta_k=(a.in_beta_k, "Di"))
     others = {each.name: each.tensor for each in scales.values()}
     others["index_k_scale_cache"] = index_k_scale_cache
-    if in_bytes:
+    if index_quantized:
         others["index_k_cache"] = index_k_cache
     else:
         floats["index_k_cache"] = (index_k_cache, "pages P 1 Di")
-    check_attention(c, a, floats, {}, table, narrow, others)
+    check_attention(c, a, floats, {}, table, dtypes, others)
     index_sizes(c, "w_idx_proj", w_idx_proj, w_idx_qb, weight_format)
-    weight_args.weights(c, index_weight_quant_mode, table, narrow, scales, weight_format)
-    if in_bytes:
+    weight_args.weights(c, index_weight_quant_mode, table, dtypes, scales, weight_format)
+    if index_quantized:
         index_k_cache, index_k_scale_cache = quantization.unpacked(
             c, index_kind, index_k_cache, index_k_scale_cache
         )
-    quantization.index_keys(c, in_bytes, index_k_cache, index_k_scale_cache, a.index_hadamard)
+    quantization.index_keys(
+        c, index_quantized, index_k_cache, index_k_scale_cache, a.index_hadamard
+    )
     c.at_least("layer_norm_eps", a.layer_norm_eps, 0)
     c.count("sparse_count", a.sparse_count)
 
@@ -102,7 +104,7 @@ def check_attention(
     more_floats: prologs.Table,
     more_integers: prologs.Table,
     more_weights: prologs.Table,
-    more_narrow: Collection[str],
+    more_quantized: Collection[str],
     others: dict[str, Tensor | None],
 ) -> None:
     """What both layers take, and the tensors that only one of them does."""
@@ -113,10 +115,10 @@ def check_attention(
         a.weight_quant_mode,
         a.kv_kind,
     )
-    c.one_of("kv_kind", kv_kind, "none", *quantised.VALUES)
+    c.one_of("kv_kind", kv_kind, "none", *quantized.VALUES)
     c.one_of("scale_format", a.scale_format, *quantization.SCALE_FORMATS)
-    in_rows = kv_kind != "none"
-    narrow = weight_args.dtypes(c, weight_quant_mode, ("w_dq", "w_dkv_kr"), ("w_uq_qr",))
+    kv_quantized = kv_kind != "none"
+    dtypes = weight_args.quantized_weights(c, weight_quant_mode, ("w_dq", "w_dkv_kr"), ("w_uq_qr",))
     weights = dict(
         w_dq=(a.w_dq, "H Rq"),
         w_uq_qr=(a.w_uq_qr, "Rq N*(Dn+Dr)"),
@@ -129,7 +131,7 @@ def check_attention(
         sin=(a.sin, "B S Dr"),
         cos=(a.cos, "B S Dr"),
         w_uk=(a.w_uk, "N Dn R"),
-        **quantization.latent_caches(kv_cache, kr_cache, a.sin, in_rows),
+        **quantization.latent_caches(kv_cache, kr_cache, a.sin, kv_quantized),
         **more_floats,
     )
     integers = dict(
@@ -146,17 +148,17 @@ def check_attention(
         integers,
         {each.name: each.tensor for each in scales.values()}
         | dict(smooth_scales_cq=smooth_scales_cq, k_nope_clip_alpha=k_nope_clip_alpha)
-        | (dict(kr_cache=kr_cache) if in_rows else {})
+        | (dict(kr_cache=kr_cache) if kv_quantized else {})
         | others,
-        {*narrow, *more_narrow, *(["kv_cache"] if in_rows else [])},
+        {*dtypes, *more_quantized, *(["kv_cache"] if kv_quantized else [])},
     )
     query_sizes(c)
-    weight_args.weights(c, weight_quant_mode, weights, narrow, scales, a.weight_format)
-    weight_args.smooth(c, smooth_scales_cq, narrow.get("w_uq_qr"))
-    if in_rows:
+    weight_args.weights(c, weight_quant_mode, weights, dtypes, scales, a.weight_format)
+    weight_args.smooth(c, smooth_scales_cq, dtypes.get("w_uq_qr"))
+    if kv_quantized:
         quantization.of_kind(c, "kv_cache", kv_cache, "kv_kind", kv_kind)
-        kv_cache = kv_cache.view(quantised.VALUES[kv_kind])
-    quantization.latents(c, in_rows, kv_cache, kr_cache, None, a.row_layout, k_nope_clip_alpha)
+        kv_cache = kv_cache.view(quantized.VALUES[kv_kind])
+    quantization.latents(c, kv_quantized, kv_cache, kr_cache, None, a.row_layout, k_nope_clip_alpha)
     c.at_least("rms_norm_eps", a.rms_norm_eps, 0)
     prologs.distinct_slots(c, cache_index)
     layouts.values(c, "act_seqs", act_seqs, "BSND", c.sizes["max_pages"] * c.sizes["P"])

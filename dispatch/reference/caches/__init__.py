@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Rows of paged caches in 8 bits: Hadamard, quantisers, writers."""
+"""Rows of paged caches in 8 bits: Hadamard, quantizers, writers."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...common import quantised
+from ...common import quantized
 
 LEAST = 1e-4  # of the largest magnitude, in fp8
 _MOST = {"fp8": 448.0, "int8": 127.0}
@@ -44,7 +44,7 @@ def of_floats(
     amax = amax.clamp(min=LEAST)
     scale = _power_of_two(amax) if scale_format == "ue8m0" else amax / most
     y = (x / scale[..., None]).clamp(-most, most)
-    return y.to(quantised.VALUES[kind]), scale
+    return y.to(quantized.VALUES[kind]), scale
 
 
 def _power_of_two(amax: Tensor) -> Tensor:
@@ -56,13 +56,13 @@ def _power_of_two(amax: Tensor) -> Tensor:
 
 def pack_v4_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rows [.., 512] as (values [.., 448] e4m3, rotary channels [.., 64] bfloat16, scales [.., 8]
-    uint8): the parts of quantised.v4_parts."""
-    narrow = x.bfloat16()
-    tiles = narrow[..., : quantised.V4_VALUES].unflatten(-1, (-1, quantised.V4_TILE))
+    uint8): the parts of quantized.v4_parts."""
+    rounded = x.bfloat16()
+    tiles = rounded[..., : quantized.V4_VALUES].unflatten(-1, (-1, quantized.V4_TILE))
     values, scale = of_floats(tiles, "fp8", "ue8m0")
     exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
     scales = torch.nn.functional.pad(exponents, (0, 1))
-    return values.flatten(-2), narrow[..., quantised.V4_VALUES :], scales
+    return values.flatten(-2), rounded[..., quantized.V4_VALUES :], scales
 
 
 def unpack_v4_rows(
@@ -70,13 +70,13 @@ def unpack_v4_rows(
 ) -> Tensor:
     """Rows [.., 512] of what `pack_v4_rows` gives; exact in bfloat16."""
     scale = (scales[..., :-1].int() << 23).view(torch.float32)
-    wide = values.float() * scale.repeat_interleave(quantised.V4_TILE, -1)
+    wide = values.float() * scale.repeat_interleave(quantized.V4_TILE, -1)
     return torch.cat([wide.to(dtype), rotary.to(dtype)], -1)
 
 
 def write_v4_rows(rows: Tensor, slots: Tensor, x: Tensor) -> None:
     """`x` [T, 512] into "v4" rows [pages, P, 1, 584]; a slot that is not there is passed over."""
-    for part, new in zip(quantised.v4_parts(rows), pack_v4_rows(x), strict=True):
+    for part, new in zip(quantized.v4_parts(rows), pack_v4_rows(x), strict=True):
         if part.itemsize == 1:  # torch 2.8 moves no fp8 by an index
             part, new = part.view(torch.uint8), new.view(torch.uint8)
         write(part, slots, new)
@@ -101,7 +101,7 @@ def hadamard(x: Tensor, scale: float) -> Tensor:
 
 
 def rotated(x: Tensor, index_hadamard: bool, hadamard_round: str) -> Tensor:
-    """An index query or key before it is quantised."""
+    """An index query or key before it is quantized."""
     if not index_hadamard:
         return x
     x = hadamard(x.float(), x.shape[-1] ** -0.5)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Products with weights of 8 bits: activations are quantised token by token, see quantizers.py.
+"""Products with weights of 8 bits: activations are quantized token by token, see quantizers.py.
 
     int8   out[t, n] = float32(x[t] . w[:, n]) sx[t] sw[n]      the sum exact, then two products
     fp8    out[t, n] = sum over blocks of 128 k of (x[t, block] . w[block, n]) sx[t, b] sw[b, n/128]
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...common import nz, quantised
+from ...common import nz, quantized
 from . import quantizers
 from .precision import matmul
 
@@ -36,7 +36,7 @@ def rows(
     smooth: Tensor | None = None,
 ) -> Rows:
     """x [.., K] as `weight` wants it; with a `scale` it came so."""
-    x, kind = x.flatten(0, -2), quantised.kind_of(weight.dtype)
+    x, kind = x.flatten(0, -2), quantized.kind_of(weight.dtype)
     if scale is not None or kind is None:
         return Rows(x, scale)
     if smooth is not None:
@@ -45,8 +45,8 @@ def rows(
         values, by = quantizers.of_floats(x, kind, scale_format)
         return Rows(values, by[:, None])
     depth = x.shape[-1]
-    x = torch.nn.functional.pad(x, (0, -depth % quantised.TILE))
-    values, by = quantizers.of_floats(x.unflatten(-1, (-1, quantised.TILE)), kind, scale_format)
+    x = torch.nn.functional.pad(x, (0, -depth % quantized.TILE))
+    values, by = quantizers.of_floats(x.unflatten(-1, (-1, quantized.TILE)), kind, scale_format)
     return Rows(values.flatten(1)[:, :depth], by)
 
 
@@ -59,8 +59,8 @@ def product(x: Rows, weight: Tensor, scale: Tensor | None, weight_format: str) -
         # whole numbers below 2**53
         return (x.values.double() @ w.double()).float() * x.scale * scale
     out = x.scale.new_zeros(x.values.shape[0], w.shape[1])
-    columns = scale.repeat_interleave(quantised.TILE, 1)[:, : w.shape[1]]
-    for block, k in enumerate(range(0, w.shape[0], quantised.TILE)):
-        part = x.values[:, k : k + quantised.TILE].float() @ w[k : k + quantised.TILE].float()
+    columns = scale.repeat_interleave(quantized.TILE, 1)[:, : w.shape[1]]
+    for block, k in enumerate(range(0, w.shape[0], quantized.TILE)):
+        part = x.values[:, k : k + quantized.TILE].float() @ w[k : k + quantized.TILE].float()
         out += part * (x.scale[:, block, None] * columns[block])
     return out

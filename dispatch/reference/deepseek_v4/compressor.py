@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 from typing_extensions import Unpack
 
-from ...common import compressed, paged, quantised
+from ...common import compressed, paged, quantized
 from ...common.compressed import RING, Windows
 from ...ops.deepseek_v4.compressor import Arguments
 from ..common import quantizers
@@ -87,7 +87,7 @@ def _store(
     """Each entry into its slot; in 8 bits from what is not rounded."""
     slots = paged.slots(table, windows.request, windows.number[:, None], *cache.shape[:2])[:, 0]
     size = entries.shape[-1]
-    if kind == "none" or size == quantised.V4_WIDTH:
+    if kind == "none" or size == quantized.V4_WIDTH:
         if hadamard:
             entries = quantizers.hadamard(entries, size**-0.5)
         if kind == "none":
@@ -96,9 +96,9 @@ def _store(
             quantizers.write_v4_rows(cache, slots, entries)
         return
     if scales is None:
-        cache, scales = quantised.index_cache_views(cache, kind)
+        cache, scales = quantized.index_cache_views(cache, kind)
     new, scale = quantizers.of_floats(
         quantizers.rotated(entries, hadamard, hadamard_round), kind, "ue8m0"
     )
-    quantizers.write(cache.view(quantised.VALUES[kind])[:, :, 0], slots, new)
+    quantizers.write(cache.view(quantized.VALUES[kind])[:, :, 0], slots, new)
     quantizers.write(scales, slots, quantizers.stored(scale, scales.dtype)[:, None])

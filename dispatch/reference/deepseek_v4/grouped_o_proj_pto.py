@@ -8,7 +8,7 @@ dtype of attn_out.
 RoPE^-1 turns the last Dr dims of a head back where they stand: keys are values there, and carry
 their rotation along.
 
-Weights of 8 bits: a group's o, and what W_o_b multiplies, are quantised before their products
+Weights of 8 bits: a group's o, and what W_o_b multiplies, are quantized before their products
 (weight_args.py).
 
 Models: DeepSeek-V4.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common import paged, quantised
+from ...common import paged, quantized
 from ..common import quantizers
 from ..common.precision import accumulator
 from . import sparse_attn_sharedkv
@@ -25,7 +25,7 @@ def forward(
     wide = accumulator(q)
 
     def gather(kv: Tensor, slot: Tensor) -> Tensor:
-        values, rotary, scales = quantised.v4_parts(kv)
+        values, rotary, scales = quantized.v4_parts(kv)
         kind = values.dtype
         values, rotary, scales = (  # torch 2.8 moves no fp8 by an index
             paged.gather(part[:, :, None], slot, part.dtype)

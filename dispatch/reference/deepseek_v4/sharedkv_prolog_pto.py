@@ -7,8 +7,8 @@ asks with; rnd rounds to the dtype of x, and what is rounded twice by a formula 
     ori_kv = rnd(RoPE(RMSNorm(rnd(x W_kv))))
     query_index[h] = rnd(RoPE(rnd(c W_idx_qb)[h]))   weights = rnd(x W_idx_proj)
 
-Weights of 8 bits: x and c are quantised before their products (weight_args.py).
-Rows of 8 bits are rounded to bfloat16, not to the dtype of x, and quantised (quantizers.py).
+Weights of 8 bits: x and c are quantized before their products (weight_args.py).
+Rows of 8 bits are rounded to bfloat16, not to the dtype of x, and quantized (quantizers.py).
 
 RoPE turns the last Dr dims where they stand.  Token j of a request stands at act_seqs - seqused +
 j; one before position 0 or from seqused on gives zeros and writes nothing.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...common import layout, paged, quantised
+from ...common import layout, paged, quantized
 from ...ops.indexer.quant_lightning_indexer import Arguments
 from . import lightning_indexer
 
@@ -27,7 +27,7 @@ def forward(**arguments: Any) -> Tensor:
 def scored(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     """(indices, float32 scores)"""
     query, key, weights = x["query"], x["key"], x["weights"]
-    query, key = quantised.typed(query, x["query_dtype"]), quantised.typed(key, x["key_dtype"])
+    query, key = quantized.typed(query, x["query_dtype"]), quantized.typed(key, x["key_dtype"])
     weights = weights.float()
     if x["query_dequant_scale"] is not None:
         weights = weights * x["query_dequant_scale"].float()

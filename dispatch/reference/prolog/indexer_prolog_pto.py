@@ -6,8 +6,8 @@
 
 RoPE turns the first Dr dims of a head and rounds them; the others pass.  x W_k is not rounded.
 
-Weights of 8 bits: c and x are quantised before their products (weight_args.py).  A cache of 8 bits:
-keys and queries are quantised, and the queries' scales multiplied into the weights.
+Weights of 8 bits: c and x are quantized before their products (weight_args.py).  A cache of 8 bits:
+keys and queries are quantized, and the queries' scales multiplied into the weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...common import paged, quantised, rope
+from ...common import paged, quantized, rope
 from ...ops.prolog.indexer_prolog_pto import Arguments
 from ..caches import index_cache_write, quantize_index_query
 from ..common import weight_args
@@ -32,7 +32,7 @@ def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
     if a["kv_cache_quant_mode"] == 0:
         paged.scatter(a["index_k_cache"], slots, key)
         return query, weights
-    kind = quantised.kind_of(a["index_k_cache"].dtype)
+    kind = quantized.kind_of(a["index_k_cache"].dtype)
     assert kind is not None  # the check said so
     form = {name: a[name] for name in ("scale_format", "index_hadamard", "hadamard_round")}
     index_cache_write.forward(

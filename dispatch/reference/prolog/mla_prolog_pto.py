@@ -8,8 +8,8 @@ c = rnd(RMSNorm(rnd(x W_dq)))   [q, q_rope] = rnd(c W_uq_qr)   query = rnd(q W_u
 
 Without W_dq, c = x.
 
-Weights of 8 bits: x and c are quantised before their products (weight_args.py).  Rows of 8 bits:
-what the two caches would get is quantised into one (latent_cache_write.py).
+Weights of 8 bits: x and c are quantized before their products (weight_args.py).  Rows of 8 bits:
+what the two caches would get is quantized into one (latent_cache_write.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...common import mla_v3, paged, quantised, rope
+from ...common import mla_v3, paged, quantized, rope
 from ...ops.prolog.mla_prolog_pto import Arguments
 from ..caches import latent_cache_write
 from ..common import weight_args
@@ -73,12 +73,12 @@ def with_rows(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, weight_ar
         paged.scatter(a["kv_cache"], slot, key)
         paged.scatter(a["kr_cache"], slot, key_rope)
     else:
-        rows = quantised.typed(a["kv_cache"], a["kv_cache_dtype"])
-        kind = quantised.kind_of(rows.dtype)
+        rows = quantized.typed(a["kv_cache"], a["kv_cache_dtype"])
+        kind = quantized.kind_of(rows.dtype)
         assert kind is not None  # the check said so
         latent_cache_write.forward(
             ckv=key,
-            k_rope=key_rope.to(dtype).to(quantised.rotary_dtype(key)),
+            k_rope=key_rope.to(dtype).to(quantized.rotary_dtype(key)),
             rows=rows,
             slots=slot,
             kind=kind,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..case import Arguments, Case, Inputs
+from ..case import Arguments, Case, Inputs, in_rounds
 from ..controls import Control
 
 OP = "npu_block_indexer"
@@ -92,6 +92,7 @@ CASES = (
         paged([3], [90], 20, 32, 4, 6, 32, values=False, local_blocks=2),
     ),
     Case(OP, "70 heads", paged([2], [300], 70, 64, 256, 2)),
+    Case(OP, "a token a round", in_rounds(1, paged([2, 1], [40, 30], 2, 32, 4, 3, 16))),
 )
 CONTROLS = tuple(
     Control(title, OP[4:], old, new, case)

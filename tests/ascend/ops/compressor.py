@@ -18,7 +18,7 @@ from ..case import Arguments, Case, Finding, Inputs, in_float64
 from ..case import judge as judge_all
 from ..conditions import far_apart
 from ..controls import Control
-from .narrow_prolog import judge_bytes
+from .quantized_prolog import judge_bytes
 
 KERNEL = "compressor"
 OP = f"npu_{KERNEL}"

@@ -168,6 +168,11 @@ CASES = (
     ),
     Case(
         OP,
+        "tree, KDA, beta to 2",
+        call([3], 3, keep=[1], steps=3, parents=[[-1, 0, 0]], kda=True, allow_neg_eigval=True),
+    ),
+    Case(
+        OP,
         "tree",
         call(
             [3, 2],

@@ -88,9 +88,9 @@ CONTROLS = (
     Control("a slot past the cache", OP[4:], "(slot < total)", "(slot >= 0)", "float16 scales"),
     Control("a slot below 0", OP[4:], "(slot >= 0) & ", "(slot == slot) & ", "float16 scales"),
     Control(
-        "rows of zeros", "quantise", "scale[:, None] > 0", "scale[:, None] >= 0", "float16 scales"
+        "rows of zeros", "quantize", "scale[:, None] > 0", "scale[:, None] >= 0", "float16 scales"
     ),
-    Control("cut off, not rounded", "quantise", "(y + 12582912.0) - 12582912.0", "y", "one token"),
+    Control("cut off, not rounded", "quantize", "(y + 12582912.0) - 12582912.0", "y", "one token"),
     Control(
         "pages side by side", OP[4:], "outer * values_page", "outer * page * SIZE", "pages apart"
     ),

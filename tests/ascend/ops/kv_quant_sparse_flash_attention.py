@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from custom.dispatch.common import quantised
+from custom.dispatch.common import quantized
 from custom.dispatch.reference.caches import latent_cache_write
 from torch import Tensor
 
@@ -30,7 +30,7 @@ def rows_of(
     sinks: bool = False,
     between: int = 0,
     exact: bool = False,
-    rotary: int = quantised.ROTARY,
+    rotary: int = quantized.ROTARY,
     chosen_by: Callable[[Arguments], Tensor] | None = None,
     **options: Any,
 ) -> Callable[[Inputs], Arguments]:
@@ -42,7 +42,7 @@ def rows_of(
         total = sum(used) + 2
         order = x.permutation(total).tolist()
         table = torch.full((len(lengths), max(used) + 1), -1)
-        width = quantised.row_bytes(rotary)
+        width = quantized.row_bytes(rotary)
         cache = memory.guarded(torch.zeros(total, page + between, 1, width, dtype=torch.int8))
         cache = cache[:, :page]
         for i, pages in enumerate(used):
@@ -59,7 +59,7 @@ def rows_of(
             rope_head_dim=rotary,
         )
         if exact:
-            scale = quantised.row_parts(cache, row_layout, torch.int8, torch.bfloat16)[2]
+            scale = quantized.row_parts(cache, row_layout, torch.int8, torch.bfloat16)[2]
             scale.copy_(torch.exp2(scale.log2().round()))
         # NaN in all that holds floats
         cache[order] = -1
@@ -157,7 +157,7 @@ CONTROLS = (
         "rotary keys where there are none",
         OP[4:],
         "ROTARY=rope_head_dim",
-        "ROTARY=quantised.ROTARY",
+        "ROTARY=quantized.ROTARY",
         "12 heads, no rotary keys",
     ),
     Control(

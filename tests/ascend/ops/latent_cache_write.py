@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from custom.dispatch.common import quantised
+from custom.dispatch.common import quantized
 
 from .. import memory
 from ..case import Arguments, Case, Inputs
@@ -21,7 +21,7 @@ def latents(
     page: int = 16,
     between: int = 0,
     alpha: float | None = None,
-    rotary: int = quantised.ROTARY,
+    rotary: int = quantized.ROTARY,
 ) -> Callable[[Inputs], Arguments]:
     def make(x: Inputs) -> Arguments:
         ckv = x.normal(tokens, 512)
@@ -29,7 +29,7 @@ def latents(
         slots = x.permutation(3 * page)[:tokens]
         slots[slots == 0], slots[1] = slots[1].item(), 0
         slots[::4] = torch.tensor([-1, 3 * page, 2**31 - 1])[torch.arange(len(slots[::4])) % 3]
-        width = quantised.row_bytes(rotary)
+        width = quantized.row_bytes(rotary)
         rows = torch.full((3, page + between, 1, width), 77, dtype=torch.int8)
         return dict(
             ckv=ckv,
@@ -74,7 +74,7 @@ CONTROLS = (
         "rows of another width",
         "latent_cache_write",
         "ROW=rows.shape[-1]",
-        "ROW=quantised.ROW",
+        "ROW=quantized.ROW",
         "no rotary keys, pages apart",
     ),
     Control(
@@ -90,7 +90,7 @@ CONTROLS = (
     ),
     Control(
         "one scale a row",
-        "quantise",
+        "quantize",
         "tl.max(tl.abs(x), 1)",
         "tl.max(tl.abs(x)) + 0.0 * tl.max(x, 1)",
         "torch_npu's order",

@@ -22,7 +22,7 @@ from ..case import Arguments, Case, Finding, Inputs, in_float64
 from ..case import judge as judge_all
 from ..controls import Control
 from .mla_prolog_pto import weight
-from .narrow_prolog import judge_bytes
+from .quantized_prolog import judge_bytes
 
 OP = "npu_sparse_attention_v4_pto"
 WIDE = torch.float32

@@ -1189,7 +1189,7 @@ def test_the_open_entry_ends_a_row(ratio, sparse_mode, layout, device):
         assert value.view(-1, k + 1).tolist() == of_value
 
 
-def test_the_open_entry_behind_keys_of_8_bits(device):
+def test_the_open_entry_behind_quantized_keys(device):
     q, w, _ = custom.quantize_index_query(
         torch.randn(1, 4, 4, 128), torch.rand(1, 4, 4), kind="int8"
     )

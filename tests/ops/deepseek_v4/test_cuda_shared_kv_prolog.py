@@ -16,7 +16,7 @@ import custom
 
 from ...support import interpreted
 from ...support.kernels import INTERPRETED
-from ...support.layer_v4 import of_8_bits
+from ...support.layer_v4 import quantized
 from ...support.samples import Maker, sample
 
 FILES = {
@@ -99,7 +99,7 @@ def test_a_step_of_a_layer_compresses_in_three_launches(capability, monkeypatch)
     assert kernels[4:8] == ["_product", "_step", "_step", "_scores"]
 
 
-NARROW = {
+QUANTIZED = {
     "npu_sharedkv_prolog_pto": "_activations _product _product _tokens"
     " _activations _product _heads",
     "npu_grouped_o_proj_pto": "_turned _activations _product _activations _product",
@@ -109,16 +109,16 @@ NARROW = {
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
 @gpus
 @pytest.mark.parametrize("mode", [2, 4])
-@pytest.mark.parametrize("op", NARROW)
-def test_kernels_of_weights_of_8_bits_compile(op, mode, capability, monkeypatch):
+@pytest.mark.parametrize("op", QUANTIZED)
+def test_kernels_of_quantized_weights_compile(op, mode, capability, monkeypatch):
     given = sample(op, torch.device("cpu"), torch.bfloat16)
     matrices = {n: custom.from_nz(x).mT.contiguous() for n, x in given.items() if n[:2] == "w_"}
     kept = {n: x.mT for n, x in matrices.items()}
-    made = of_8_bits(kept, mode)
+    made = quantized(kept, mode)
     made |= {n: x.mT.contiguous() for n, x in made.items() if n in matrices}
     changes = matrices | made | dict(weight_format="linear")
     kernels = compiled(op, capability, monkeypatch, **changes)
-    assert [kernel.name for kernel in kernels] == NARROW[op].split()
+    assert [kernel.name for kernel in kernels] == QUANTIZED[op].split()
     assert all(kernel.metadata.shared <= 99 * 1024 for kernel in kernels) or capability == 90
 
 
@@ -136,7 +136,7 @@ def test_kernels_of_heads_whose_last_dims_are_turned_compile(tokens, capability,
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
 @gpus
-def test_kernels_of_rows_of_8_bits_and_transformed_queries_compile(capability, monkeypatch):
+def test_kernels_of_quantized_rows_and_transformed_queries_compile(capability, monkeypatch):
     m = Maker(torch.device("cpu"), torch.bfloat16)
     changes = dict(
         w_uq=m.nz(32, 2 * 512),

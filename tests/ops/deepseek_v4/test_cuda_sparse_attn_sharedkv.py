@@ -232,7 +232,7 @@ def test_the_loop_is_the_reference():
 
 @pytest.mark.parametrize("tile", [0, 32, 128])
 @pytest.mark.parametrize("case", ["sliding", "HCA, packed", "CSA", "long HCA"])
-def test_rows_of_8_bits_give_the_bits_of_the_rows_they_stand_for(case, tile, ran, monkeypatch):
+def test_quantized_rows_give_the_bits_of_the_rows_they_stand_for(case, tile, ran, monkeypatch):
     """Pages of whole 64 bytes and of 16."""
     turn = list(CASES).index(case)
     if not ON_GPU and tile and (case == "long HCA" or tile != TILES[1 + 2 * (turn % 2)]):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import custom
 
-from ...support import eight_bits
+from ...support import quantization
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
 from ...support.calls import CPU, runs_once
 from ...support.deepseek_v4 import Attention, pairs
@@ -56,8 +56,8 @@ def expected(x: dict[str, Tensor], dtype: torch.dtype, kind: str | None = None) 
     def eight(u: Tensor) -> Tensor:
         if kind is None or not u.numel():
             return u
-        made = eight_bits.activations(u.flatten(0, -2), kind)
-        return eight_bits.stands_for(*made).view(u.shape)
+        made = quantization.activations(u.flatten(0, -2), kind)
+        return quantization.stands_for(*made).view(u.shape)
 
     heads, rotary = x["attn_out"].clone(), x["rope_sin"].shape[-1]
     first, groups = heads.shape[-1] - rotary, len(x["w_o_a"])
@@ -80,8 +80,8 @@ def check(
     make, weight_format = FORMS[form]
     kind = {2: "int8", 4: "fp8"}.get(mode)
     if kind is not None:
-        made = [eight_bits.weight(w, kind) for w in (*x["w_o_a"], x["w_o_b"])]
-        *x["w_o_a"], x["w_o_b"] = (eight_bits.dequantised(*each) for each in made)
+        made = [quantization.weight(w, kind) for w in (*x["w_o_a"], x["w_o_b"])]
+        *x["w_o_a"], x["w_o_b"] = (quantization.dequantized(*each) for each in made)
         x["w_o_a"] = torch.stack([*x["w_o_a"]])
         (*values, given["w_o_b"]), (*scales, last) = (
             [each.to(device) for each in of] for of in zip(*made, strict=True)
@@ -141,7 +141,7 @@ def test_equals_a_loop_over_numbers():
 
 
 # a group's K and its columns: below a block of 128, of one, and beyond, whole and not
-NARROW_SIZES = [
+QUANTIZED_SIZES = [
     dict(),
     dict(N=8, D=32, Ro=128, H=160),
     dict(N=10, D=64, G=2, Ro=160, H=128, S=9),
@@ -150,19 +150,19 @@ NARROW_SIZES = [
 
 @pytest.mark.parametrize("mode", [2, 4])
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_of_8_bits(form, mode, device, backend):
+def test_quantized_weights(form, mode, device, backend):
     x = draw(torch.float16, N=6, D=96, G=3, Ro=32, H=288)
     check(x, torch.float16, device, backend, form, mode)
 
 
 @pytest.mark.parametrize("mode", [2, 4])
-@pytest.mark.parametrize("sizes", NARROW_SIZES, ids=["small", "a block", "ragged"])
-def test_weights_of_8_bits_of_other_sizes(sizes, mode, device, backend):
+@pytest.mark.parametrize("sizes", QUANTIZED_SIZES, ids=["small", "a block", "ragged"])
+def test_quantized_weights_of_other_sizes(sizes, mode, device, backend):
     check(draw(torch.float16, **sizes), torch.float16, device, backend, "linear", mode)
 
 
 @pytest.mark.parametrize("mode", [1, 2, 4])
-def test_weights_of_8_bits_and_no_tokens(mode, device, backend):
+def test_quantized_weights_and_no_tokens(mode, device, backend):
     check(draw(torch.float16, B=0), torch.float16, device, backend, "row-major", mode)
 
 
@@ -267,7 +267,7 @@ def test_prompts(sizes, form, device, backend):
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_fp8_prompts(sizes, dtype, device, backend):
-    """As the last one, in fp8: the first product quantises what the second one takes."""
+    """As the last one, in fp8: the first product quantizes what the second one takes."""
     if device.type == "cpu":
         pytest.skip("seconds on a GPU, minutes on a CPU")
     x = draw(dtype, B=1, Dr=16, **dict(D=64) | sizes)
@@ -275,7 +275,7 @@ def test_fp8_prompts(sizes, dtype, device, backend):
 
 
 @pytest.mark.parametrize("sizes", SPLIT_SIZES[:3], ids=str)
-def test_fp8_that_is_quantised_ahead(sizes, device, backend):
+def test_fp8_that_is_quantized_ahead(sizes, device, backend):
     """Blocks of 128 that are parts of heads, and of the groups' columns."""
     sizes = sizes | dict(D=128, Ro=128)
     check(draw(torch.float16, Dr=64, **sizes), torch.float16, device, backend, "linear", 4)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from custom.dispatch.common import quantised
+from custom.dispatch.common import quantized
 from custom.dispatch.reference.common import quantizers
 from torch import Tensor
 
 import custom
 
-from ...support import eight_bits
+from ...support import quantization
 from ...support.accuracy import assert_close_to_float64, skip_unless_taken
 from ...support.calls import CPU, runs_once
 from ...support.deepseek_v4 import Attention, pairs
@@ -29,7 +29,7 @@ PAGE = 16
 pytestmark = pytest.mark.usefixtures("processors_of_a_gpu")
 KINDS = {1: "int8", 2: "int8", 4: "fp8"}
 ALL = ("w_dq", "w_uq", "w_kv", "w_idx_qb")
-NARROW = {0: (), 1: ("w_uq", "w_idx_qb"), 2: ALL, 4: ALL}
+QUANTIZED = {0: (), 1: ("w_uq", "w_idx_qb"), 2: ALL, 4: ALL}
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Drawn:
     mode: int = 0
     """`weight_quant_mode`: the weights are what those of 8 bits stand for."""
     given: dict[str, Any] = field(default_factory=dict)
-    narrow: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    quantized: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         B = len(self.starts)
@@ -82,9 +82,9 @@ class Drawn:
             w_idx_proj=matrix(self.H, self.Ni),
             index_hadamard=self.hadamard,
         )
-        for name in NARROW[self.mode]:
-            self.narrow[name] = eight_bits.weight(self.given[name], KINDS[self.mode])
-            self.given[name] = eight_bits.dequantised(*self.narrow[name])
+        for name in QUANTIZED[self.mode]:
+            self.quantized[name] = quantization.weight(self.given[name], KINDS[self.mode])
+            self.given[name] = quantization.dequantized(*self.quantized[name])
 
     @property
     def B(self) -> int:
@@ -105,8 +105,8 @@ class Drawn:
         }
         make, weight_format = FORMS[form or "row-major"]
         for name in ("w_dq", "w_uq", "w_kv", "w_idx_qb", "w_idx_proj"):
-            if name in self.narrow:
-                values, scale = self.narrow[name]
+            if name in self.quantized:
+                values, scale = self.quantized[name]
                 moved[name] = make(values.to(device))
                 moved[f"dequant_scale_{name}"] = scale.to(device)
             elif moved[name] is not None:
@@ -118,14 +118,14 @@ class Drawn:
         return j < used and self.starts[i] + j >= 0
 
     def expected(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Token by token, rounded to `dtype` where the op rounds, and quantised unless that is
+        """Token by token, rounded to `dtype` where the op rounds, and quantized unless that is
         float64; rows [B, S, D] beside."""
         x = self.given
 
         def times(u: Tensor, name: str) -> Tensor:
-            if name in self.narrow and dtype is not F64:
-                made = eight_bits.activations(u[None], KINDS[self.mode])
-                u = eight_bits.stands_for(*made)[0]
+            if name in self.quantized and dtype is not F64:
+                made = quantization.activations(u[None], KINDS[self.mode])
+                u = quantization.stands_for(*made)[0]
             return u @ x[name]
 
         def rnd(u: Tensor) -> Tensor:
@@ -280,28 +280,28 @@ SIZES = [dict(), dict(H=128, Rq=160, N=5), dict(H=272, Rq=128, N=9, Ni=32, Di=8)
 
 @pytest.mark.parametrize("mode", [1, 2, 4])
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_of_8_bits(form, mode, device, backend):
+def test_quantized_weights(form, mode, device, backend):
     given = dict(used=[3, 2], mode=mode, **SIZES[1])
     check(Drawn([3, 14], 3, torch.float16, **given), device, backend, form)
 
 
 @pytest.mark.parametrize("mode", [2, 4])
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]], ids=["small", "more"])
-def test_weights_of_8_bits_of_other_sizes(sizes, mode, device, backend):
+def test_quantized_weights_of_other_sizes(sizes, mode, device, backend):
     check(Drawn([14], 2, torch.float16, mode=mode, **sizes), device, backend, "linear")
 
 
 @pytest.mark.parametrize("mode", [2, 4])
-def test_weights_of_8_bits_without_an_indexer_and_tokens_that_are_not_there(mode, device, backend):
+def test_quantized_weights_without_an_indexer_and_tokens_that_are_not_there(mode, device, backend):
     """NaN among the absent ones reaches no scale of another."""
     drawn = Drawn([5, 15], 3, torch.bfloat16, used=[0, 2], mode=mode)
     drawn.given["w_idx_qb"] = drawn.given["w_idx_proj"] = None
-    drawn.narrow.pop("w_idx_qb")
+    drawn.quantized.pop("w_idx_qb")
     drawn.given["token_x"][0], drawn.given["token_x"][1, 2:] = torch.nan, torch.nan
     check(drawn, device, backend)
 
 
-def test_weights_of_8_bits_and_no_tokens(device, backend):
+def test_quantized_weights_and_no_tokens(device, backend):
     check(Drawn([], 2, torch.float16, mode=4), device, backend)
     check(Drawn([4, 1], 0, torch.float16, used=[0, 0], mode=2), device, backend)
 
@@ -410,7 +410,7 @@ def test_index_queries_rounded_to_bf16(device, backend):
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.bfloat16], ids=str)
-def test_rows_of_8_bits_are_the_rounded_ones_quantised(dtype, device, backend):
+def test_quantized_rows_are_the_rounded_ones_quantized(dtype, device, backend):
     """Byte by byte those of `npu_latent_cache_write`; page 2's are not there."""
     skip_unless_taken(dtype, device, backend)
     drawn = Drawn([14, 30], 4, dtype, D=512, N=1, columns=3, used=[4, 3])
@@ -435,12 +435,12 @@ def test_rows_of_8_bits_are_the_rounded_ones_quantised(dtype, device, backend):
     assert room[:, PAGE * 584 :].eq(7).all()
 
 
-def test_rows_of_8_bits_are_near(device, backend):
+def test_quantized_rows_are_near(device, backend):
     """Within half a step of e4m3, 2 ** -4, of the numbers that the formula gives."""
     drawn = Drawn([14, 30], 4, torch.float16, D=512, N=1, columns=3)
     room = torch.zeros(6, PAGE, 1, 584, dtype=torch.uint8, device=device)
     getattr(custom, OP)(**drawn.arguments(device), ori_kv=room, kv_kind="fp8")
-    values, rotary, scales = quantised.v4_parts(room.cpu())
+    values, rotary, scales = quantized.v4_parts(room.cpu())
     rows = quantizers.unpack_v4_rows(values, rotary, scales).double().flatten(0, 1)
     expected = drawn.expected(F64)["rows"]
     for i in range(drawn.B):

@@ -707,7 +707,7 @@ def test_offsets_past_2_to_the_31(device, backend):
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_index_keys_of_8_bits(kind, device, backend):
+def test_index_quantized_keys(kind, device, backend):
     for hadamard in (False, True):
         given = drawn("CSA", device, Di=128) | dict(index_kind=kind, index_hadamard=hadamard)
         pages, page = given["idx_k"].shape[:2]
@@ -725,12 +725,12 @@ def test_index_keys_of_8_bits(kind, device, backend):
 
 @pytest.mark.parametrize("mode", [1, 2, 4])
 @kinds
-def test_weights_of_8_bits(kind, mode, device, backend):
+def test_quantized_weights(kind, mode, device, backend):
     check(drawn(kind, device, quant=mode, output=kind != "HCA"), device, backend)
 
 
 @kinds
-def test_rows_of_8_bits(kind, device, backend):
+def test_quantized_rows(kind, device, backend):
     given = drawn(kind, device, D=512, heads=2, steps=5, used=(5, 4)) | dict(kv_kind="fp8")
     for name in ("ori_kv", "cmp_kv"):
         if name in given:

@@ -28,12 +28,12 @@ OP = "npu_sparse_attn_sharedkv"
 KINDS = {"sliding": dict(m=0), "HCA": dict(m=8), "CSA": dict(m=4, count=5)}
 
 
-def narrow(backend: str) -> torch.dtype:
+def half(backend: str) -> torch.dtype:
     return torch.float64 if backend == "reference" else torch.float16
 
 
 def check(problem: Problem, device, backend, dtype=None, layouts=("BSND", "PA_ND"), **more):
-    dtype = narrow(backend) if dtype is None else dtype
+    dtype = half(backend) if dtype is None else dtype
     problem.rounded_to(dtype)
     given = problem.arguments(layouts, device, dtype) | more
     out, lse = run(OP, backend, **given)
@@ -81,7 +81,7 @@ def test_a_loop_over_numbers(device, backend):
             [sum(w * k[d] for w, k in zip(weights, keys, strict=True)) / below for d in range(16)]
         )
         logs.append(math.log(sum(weights)))
-    dtype = narrow(backend)
+    dtype = half(backend)
     cache, table = in_pages([rows.to(dtype)], 16)
     compressed, entry_table = in_pages([entries.to(dtype)], 1)
     out, lse = run(
@@ -230,7 +230,7 @@ def test_gradients_of_hugging_face(kind, hugging_face, device, backend):
 @pytest.mark.parametrize("count", [6, 40])
 def test_two_selections_and_a_merge(count, device, backend):
     """Every token its own request of npu_sparse_flash_attention, over rows and over entries."""
-    dtype = narrow(backend)
+    dtype = half(backend)
     requests = [(3, 50), (3, 23), (3, 5)]
     problem = Problem(requests, m=4, count=count, heads=16, size=64, entry_page=16)
     given = problem.rounded_to(dtype).arguments(("TND", "PA_ND"), device, dtype, freed=False)
@@ -331,7 +331,7 @@ def test_indices_that_name_nothing(device, backend):
 
 def test_64_bit_indices_and_lengths(device, backend):
     problem = Problem(count=6)
-    given = problem.arguments(("TND", "PA_ND"), device, narrow(backend))
+    given = problem.arguments(("TND", "PA_ND"), device, half(backend))
     want = run(OP, backend, **given)
     whole = {n: x.long() for n, x in given.items() if getattr(x, "dtype", None) is torch.int32}
     whole["cmp_sparse_indices"][whole["cmp_sparse_indices"] == 2**31 - 1] = 2**32  # 0 in 32 bits
@@ -348,7 +348,7 @@ def test_equal_indices_count_apart(device, backend):
 @pytest.mark.parametrize("value", [-math.inf, 1e4, math.inf, None])
 def test_sinks(value, device, backend):
     problem = Problem(count=5, sinks=False)
-    dtype = narrow(backend)
+    dtype = half(backend)
     given = problem.rounded_to(dtype).arguments(("TND", "PA_ND"), device, dtype)
     plain = run(OP, backend, **given)
     sinks = (
@@ -368,7 +368,7 @@ def test_sinks(value, device, backend):
 def test_nothing_to_see(kind, sinks, device, backend):
     """A table of no pages at all: out 0, lse -inf, no NaN, whatever the sink."""
     problem = Problem([(2, 21), (1, 3)], **KINDS[kind], sinks=sinks)
-    given = problem.arguments(("BSND", "PA_ND"), device, narrow(backend))
+    given = problem.arguments(("BSND", "PA_ND"), device, half(backend))
     tables = {n: torch.full_like(x, -1) for n, x in given.items() if n.endswith("block_table")}
     for value in (-torch.inf, torch.inf, 3.0) if sinks else (None,):
         if value is not None:
@@ -380,7 +380,7 @@ def test_nothing_to_see(kind, sinks, device, backend):
 def test_pages_that_are_not_there(device, backend):
     """-1 in each table, and numbers of pages that the cache does not have."""
     problem = Problem([(3, 61)], m=4, window=40, entry_page=4, sinks=False)
-    dtype = narrow(backend)
+    dtype = half(backend)
     given = problem.rounded_to(dtype).arguments(("BSND", "PA_ND"), device, dtype)
     rows, entries = given["ori_block_table"], given["cmp_block_table"]
     rows[0, 2], entries[0, 1], entries[0, 3] = -1, -1, 2**30
@@ -398,9 +398,9 @@ def test_pages_that_are_not_there(device, backend):
 
 def test_two_requests_share_the_pages_of_entries(device, backend):
     problem = Problem([(2, 40), (3, 33)], m=4, count=6)
-    problem.rounded_to(narrow(backend))
+    problem.rounded_to(half(backend))
     problem.entries[1] = problem.entries[0][:8]
-    given = problem.arguments(("BSND", "PA_ND"), device, narrow(backend))
+    given = problem.arguments(("BSND", "PA_ND"), device, half(backend))
     want = run(OP, backend, **given)
     shared = given["cmp_block_table"].clone()
     shared[1] = shared[0]
@@ -411,7 +411,7 @@ def test_two_requests_share_the_pages_of_entries(device, backend):
 def test_a_ring_of_pages(device, backend):
     """A table that repeats three pages holds the rows of a long request."""
     problem = Problem([(2, 200)], m=0, window=17)
-    dtype = narrow(backend)
+    dtype = half(backend)
     given = problem.rounded_to(dtype).arguments(("BSND", "PA_ND"), device, dtype)
     cache = torch.full((3, 16, 1, 32), torch.nan, dtype=dtype)
     for t in range(200 - 2 - 16, 200):
@@ -426,7 +426,7 @@ def test_a_ring_of_pages(device, backend):
 def test_a_graph_replays_with_other_lengths(kind, device, backend):
     """Windows move and entries close between replays, which hold on to no length."""
     problem = Problem([(2, 61), (2, 40)], **KINDS[kind])
-    given = problem.arguments(("BSND", "PA_ND"), device, narrow(backend), freed=False)
+    given = problem.arguments(("BSND", "PA_ND"), device, half(backend), freed=False)
     replay = replayed(device, lambda: run(OP, backend, **given))
     for step in range(5):
         given["seqused_kv"].copy_(ints([9 + 13 * step, 40 - 9 * step], device))
@@ -437,7 +437,7 @@ def test_a_graph_replays_with_other_lengths(kind, device, backend):
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
 def test_no_requests_and_no_tokens(layouts, device, backend):
-    given = Problem(count=3).arguments(layouts, device, narrow(backend))
+    given = Problem(count=3).arguments(layouts, device, half(backend))
     none = dict(given)
     for name in ("ori_block_table", "cmp_block_table", "seqused_kv", "seqused_q"):
         if name in none:
@@ -459,7 +459,7 @@ def test_no_requests_and_no_tokens(layouts, device, backend):
 def test_no_entries_at_all(device, backend):
     """Caches and selections of size 0."""
     problem = Problem([(1, 40), (2, 21)], m=4, count=5)
-    dtype = narrow(backend)
+    dtype = half(backend)
     given = problem.rounded_to(dtype).arguments(("BSND", "PA_ND"), device, dtype)
     sliding = {n: x for n, x in given.items() if not n.startswith("cmp")}
     want = run(OP, backend, **sliding)
@@ -475,7 +475,7 @@ def test_no_entries_at_all(device, backend):
 def test_sums_that_do_not_begin_at_0(device, backend):
     """Tokens, rows and entries ahead of the first request are nobody's."""
     problem = Problem(count=5)
-    dtype = narrow(backend)
+    dtype = half(backend)
     given = problem.rounded_to(dtype).arguments(("TND", "TND"), device, dtype)
     want = run(OP, backend, **given)
     ahead = dict(given)
@@ -493,7 +493,7 @@ def test_sums_that_do_not_begin_at_0(device, backend):
 def test_tokens_that_are_used_of_packed_ones(device, backend):
     """seqused_q cuts each request of a TND query; the window ends at the last of them."""
     problem = Problem([(2, 40), (1, 7), (0, 9)], count=4)
-    dtype = narrow(backend)
+    dtype = half(backend)
     given = problem.rounded_to(dtype).arguments(("TND", "PA_ND"), device, dtype)
     want = run(OP, backend, **given)
     pad = given["q"].new_full((1, 4, 32), torch.nan)
@@ -515,7 +515,7 @@ def test_tokens_that_are_used_of_packed_ones(device, backend):
 @pytest.mark.parametrize("far, dtype", BEYOND)
 def test_lengths_beyond_the_tensors_end_with_them(far, dtype, device, backend):
     problem = Problem([(3, 48), (2, 21)], count=4)
-    given = problem.arguments(("BSND", "BSND"), device, narrow(backend))
+    given = problem.arguments(("BSND", "BSND"), device, half(backend))
     given |= {n: given[n][:, :48] for n in ("ori_kv",)} | {
         n: given[n][:, :3] for n in ("q", "cmp_sparse_indices")
     }
@@ -585,7 +585,7 @@ def test_parts_of_many_keys(kind, device, backend, monkeypatch):
 
 
 def test_strided_inputs(device, backend):
-    given = Problem(count=5).arguments(("TND", "TND"), device, narrow(backend))
+    given = Problem(count=5).arguments(("TND", "TND"), device, half(backend))
     strided = dict(given)
     for name in ("q", "ori_kv", "cmp_kv", "cmp_sparse_indices"):
         x = given[name]
@@ -598,7 +598,7 @@ def test_keys_that_are_not_seen_are_not_read(device, backend):
     """Everything else in both caches is NaN already; so is a page of a neighbour."""
     for kind in KINDS.values():
         given = Problem([(3, 61), (2, 24)], **kind).arguments(
-            ("TND", "PA_ND"), device, narrow(backend)
+            ("TND", "PA_ND"), device, half(backend)
         )
         assert not run(OP, backend, **given)[0].isnan().any()
 
@@ -607,7 +607,7 @@ def test_a_nan_among_the_keys_reaches_who_sees_it(device, backend):
     problem = Problem([(3, 40)], m=4, count=4, window=2)
     problem.rows[0][38, 5] = torch.nan
     problem.indices[0][:, 0] = torch.tensor([0, 1, 2, 3])
-    out, _ = run(OP, backend, **problem.arguments(("BSND", "PA_ND"), device, narrow(backend)))
+    out, _ = run(OP, backend, **problem.arguments(("BSND", "PA_ND"), device, half(backend)))
     assert out.isnan().flatten(2).any(-1)[0].tolist()[:3] == [False, True, True]
 
 
@@ -616,7 +616,7 @@ def test_a_nan_among_the_keys_reaches_who_sees_it(device, backend):
 
 def test_slots(device, backend):
     problem = Problem(count=5)
-    dtype = narrow(backend)
+    dtype = half(backend)
     given = problem.rounded_to(dtype).arguments(("TND", "PA_ND"), device, dtype)
     total = sum(problem.used)
     given["q"] = given["q"][:total]
@@ -629,7 +629,7 @@ def test_slots(device, backend):
 
 def test_slots_of_requests_with_padding(device, backend):
     """seqused_q and cu_seqlens_q say which tokens are there."""
-    q = torch.randn(2, 3, 4, 32).to(device, narrow(backend))
+    q = torch.randn(2, 3, 4, 32).to(device, half(backend))
     rows = torch.randn(2, 16, 1, 32).to(q)
     slots = torch.randint(0, 32, (2, 3, 1, 5), dtype=torch.int32).to(device)
     given = dict(ori_kv=rows, indices_are_slots=True, return_softmax_lse=True)
@@ -698,7 +698,7 @@ def test_flash_mla(kind, extra, device, backend):
 
 
 def test_flash_mla_without_a_slot(device, backend):
-    q = torch.randn(1, 2, 3, 512).to(device, narrow(backend))
+    q = torch.randn(1, 2, 3, 512).to(device, half(backend))
     rows = torch.full((2, 64, 1, 584), 0x7F, dtype=torch.uint8, device=device)
     slots = torch.tensor([[[-1, 128], [2**31 - 1, -(2**31)]]], dtype=torch.int32, device=device)
     out, lse = custom.flash_mla_v4(q, rows, slots)
@@ -738,7 +738,7 @@ def test_entries_beside_a_cache_without_window_rows(device, backend):
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
-def test_an_npu_refuses_rows_of_8_bits_by_name(monkeypatch):
+def test_an_npu_refuses_quantized_rows_by_name(monkeypatch):
     from custom.dispatch import backends
 
     op, cannot = f"npu_kv_quant_{OP[4:]}", backends.cannot_run
@@ -768,7 +768,7 @@ def test_an_npu_refuses_rows_of_8_bits_by_name(monkeypatch):
         ),
     ],
 )
-def test_errors_of_8_bits(change, message):
+def test_quantized_errors(change, message):
     table = torch.zeros(1, 2, dtype=torch.int32)
     given = dict(
         q=torch.zeros(1, 1, 2, 512, dtype=torch.float16),
@@ -935,7 +935,7 @@ def test_the_same_bits_if_they_must_be(device, backend):
 
 def test_gradients_of_slots(device, backend):
     """Slots of dense keys; the same as by positions."""
-    dtype = narrow(backend)
+    dtype = half(backend)
     problem = Problem([(3, 8), (2, 7)], m=4, window=4).rounded_to(dtype)
     given, names = leaves(problem, ("TND", "TND"), device, dtype)
     custom.npu_sparse_attn_sharedkv(**given)[0].double().square().sum().backward()

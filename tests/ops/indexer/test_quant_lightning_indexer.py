@@ -12,7 +12,7 @@ import custom
 
 from ...support import interpreted
 from ...support.kernels import INTERPRETED
-from ...support.quantised_indexer import D, Problem
+from ...support.quantized_indexer import D, Problem
 from ...support.ragged import moved
 
 

@@ -162,7 +162,7 @@ def test_tilings_fit_a_multiprocessor(tokens, sizes, depth, num_sms):
         assert cut.runs == 1 and all(size % cut.columns == 0 for size in sizes)
         assert cut.stages >= 2 and cut.stages * (cut.tokens + cut.columns) * cut.k * 2 <= 200 * 1024
         assert cut.stages * cut.k % cut.columns == 0  # where the product lies before it is rotated
-    cut = tiling.eight_bits(tokens, sizes, depth, num_sms)
+    cut = tiling.hopper_quantized(tokens, sizes, depth, num_sms)
     assert cut.stages * (cut.tokens + cut.columns) * 128 <= 220 * 1024 and cut.stages >= 2
     assert 128 % cut.columns == 0  # one scale
     assert (cut.columns if cut.swap else cut.tokens) == 16 * cut.warps

@@ -20,7 +20,7 @@ from ...support.ragged import limits, moved
 OP = "npu_kv_quant_sparse_flash_attention"
 NUMPY = {"nope_scale_rope": (528, 512), "nope_rope_scale": (512, 640)}
 # Triton's interpreter cuts floats off where it makes bf16 of them
-NARROW = torch.float16 if INTERPRETED else torch.bfloat16
+HALF = torch.float16 if INTERPRETED else torch.bfloat16
 HOSTILE = 0x7F  # a byte of a cache that nobody wrote: NaN as e4m3, and in what it makes of floats
 # (query tokens, keys) of each request
 RAGGED = [(3, 40), (1, 5), (2, 0), (4, 2), (0, 9), (2, 33)]
@@ -40,7 +40,7 @@ class Problem:
         scale_format="ue8m0",
         block=1,
         requests=RAGGED,
-        dtype=NARROW,
+        dtype=HALF,
         rotary=64,
     ):
         self.row_layout, self.block, self.dtype, self.rotary = row_layout, block, dtype, rotary
@@ -107,7 +107,7 @@ class Problem:
             | more
         )
 
-    def dequantised(self, given: dict) -> dict:
+    def dequantized(self, given: dict) -> dict:
         """The arguments of npu_sparse_flash_attention on the cache that the rows stand for."""
         nope, rope, scale = custom.row_views(given["key"], self.row_layout)
         wide = nope.view(self.values).float() * scale.repeat_interleave(128, -1)
@@ -200,7 +200,7 @@ def plain_kernels(monkeypatch):
     "kind, scale_format", [("fp8", "ue8m0"), ("fp8", "fp32"), ("int8", "ue8m0")]
 )
 @pytest.mark.parametrize("mode, sinks", [(3, False), (0, True)])
-def test_the_bits_of_the_op_on_the_dequantised_cache(
+def test_the_bits_of_the_op_on_the_dequantized_cache(
     row_layout, kind, scale_format, mode, sinks, device, backend, monkeypatch
 ):
     plain_kernels(monkeypatch)
@@ -208,7 +208,7 @@ def test_the_bits_of_the_op_on_the_dequantised_cache(
     given = problem.arguments(device, sparse_mode=mode)
     given["sinks"] = torch.randn(5, device=device) if sinks else None
     got = attended(given, backend)
-    wanted = custom.npu_sparse_flash_attention(**problem.dequantised(given))
+    wanted = custom.npu_sparse_flash_attention(**problem.dequantized(given))
     for name, x, y in zip(("out", "max", "sum"), got, wanted, strict=True):
         assert torch.equal(x, y), name
 
@@ -237,7 +237,7 @@ def test_sizes(sizes, device, backend, monkeypatch):
     plain_kernels(monkeypatch)
     problem = Problem(**sizes)
     given = problem.arguments(device)
-    wanted = custom.npu_sparse_flash_attention(**problem.dequantised(given))
+    wanted = custom.npu_sparse_flash_attention(**problem.dequantized(given))
     for x, y in zip(attended(given, backend), wanted, strict=True):
         assert torch.equal(x, y)
 
@@ -290,7 +290,7 @@ def test_the_bits_of_the_kernel_for_hopper(
     given = problem.arguments(device, sinks=torch.randn(sizes["heads"], device=device))
     got = attended(given, backend)
     assert launched
-    wanted = custom.npu_sparse_flash_attention(**problem.dequantised(given))
+    wanted = custom.npu_sparse_flash_attention(**problem.dequantized(given))
     for name, x, y in zip(("out", "max", "sum"), got, wanted, strict=True):
         assert torch.equal(x, y), name
 
@@ -333,7 +333,7 @@ def test_dense_rows_and_a_value_of_its_own(layout, device, backend, monkeypatch)
         actual_seq_lengths_query=None if layout == "BSND" else prefix((3, 3), device),
         actual_seq_lengths_kv=None if layout == "BSND" else prefix((32, 32), device),
     )
-    plain = problem.dequantised(given)
+    plain = problem.dequantized(given)
     latent = custom.row_views(given["value"], problem.row_layout)
     latent = latent[0].float() * latent[2].repeat_interleave(128, -1)
     wanted = custom.npu_sparse_flash_attention(**plain | dict(value=latent.to(problem.dtype)))
@@ -345,7 +345,7 @@ def test_float16_queries_read_float16_rotary_keys(device, backend, monkeypatch):
     plain_kernels(monkeypatch)
     problem = Problem(dtype=torch.float16)
     given = problem.arguments(device)
-    wanted = custom.npu_sparse_flash_attention(**problem.dequantised(given))
+    wanted = custom.npu_sparse_flash_attention(**problem.dequantized(given))
     assert torch.equal(attended(given, backend)[0], wanted[0])
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Caches of 8 bits behind a drawn layer (narrow_layer.py), and the arguments of the layer's op."""
+"""Caches of 8 bits behind a drawn layer (quantized_layer.py), and the arguments of its op."""
 
 from __future__ import annotations
 
 import torch
-from custom.dispatch.common.quantised import row_bytes
+from custom.dispatch.common.quantized import row_bytes
 from torch import Tensor
 
 import custom
 
-from .narrow_layer import Call, P
+from .quantized_layer import Call, P
 
 LENGTHS = [45, 20]
 TABLE = [[3, 1, 5], [7, 2, -1]]

@@ -5,7 +5,7 @@
 A program walks over tiles of 256 tokens and 128 columns.  A step is one block of 128 k: each
 warpgroup multiplies its half of the tokens, 64 at a time, and then adds their sum, times the scales
 of its tokens and of the weight, in float32, while the other warpgroup multiplies.  A product that
-is the next one's x is quantised as it is stored: a tile has a whole block of 128 columns.
+is the next one's x is quantized as it is stored: a tile has a whole block of 128 columns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...common import gpu, handover, quantise
+from ...common import gpu, handover, quantize
 from ...common.gluon_names import barrier, reinterpret, tma_load
 from ...common.hopper.tma import DTYPES, describe_box
 from ...common.tiling import cdiv
@@ -76,10 +76,10 @@ def _store(
     BLOCKS: gl.constexpr,
 ):
     """acc [64, 128], the first or the second of a warpgroup, into out[token:, column:]; BLOCKS: of
-    128 columns that out has, 0: it is not quantised."""
+    128 columns that out has, 0: it is not quantized."""
     if BLOCKS > 0:
         rounded = acc.to(DTYPE).to(gl.float32)
-        values, scale = quantise.of_floats(rounded, 1.0, quantise.NATIVE_FP8, True)
+        values, scale = quantize.of_floats(rounded, 1.0, quantize.NATIVE_FP8, True)
         t = token + gl.arange(0, WAVE, gl.SliceLayout(1, acc.type.layout))
         at = out_scale + t.to(gl.int64) * BLOCKS + column // BLOCK_N
         gl.store(at, scale, mask=t < tokens)
@@ -245,7 +245,7 @@ def _tiles(tokens: int, n: int, groups: int) -> int:
 
 
 def supports(x: Tensor, n: int, groups: int, dtype: torch.dtype) -> bool:
-    """Of what quantised_matmul.py supports: a tile for nearly every multiprocessor, and rows that
+    """Of what quantized_matmul.py supports: a tile for nearly every multiprocessor, and rows that
     TMA can store."""
     tokens = x.shape[0] // groups
     if tokens <= TOKENS:
@@ -271,7 +271,7 @@ def launch(
     groups: int,
 ) -> None:
     """out [T, groups N] = x [groups T, K] times the weights, rounded to `dtype`; with `out_scale`
-    it is then quantised, in blocks of 128 columns."""
+    it is then quantized, in blocks of 128 columns."""
     tokens, depth = x.shape[0] // groups, x.shape[1]
     tiles, columns = _tiles(tokens, n, groups), groups * n
     part = COLUMNS // 2 if out_scale is None else COLUMNS

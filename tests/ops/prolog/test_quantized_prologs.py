@@ -19,18 +19,18 @@ from torch import Tensor
 
 import custom
 
-from ...support import eight_bits, interpreted
+from ...support import interpreted, quantization
 from ...support.accuracy import assert_close_to_float64
 from ...support.calls import CPU
 from ...support.golden import Golden, Layer, rms_norm, rope
 from ...support.kernels import INTERPRETED, gpu
-from ...support.narrow_layer import FORMS, INDEXER, KINDS, MLA, SIZES, WEIGHTS, B, Call, P, S
 from ...support.prologs import refuse
+from ...support.quantized_layer import FORMS, INDEXER, KINDS, MLA, SIZES, WEIGHTS, B, Call, P, S
 from ...support.ragged import run
 from ...support.samples import sample
 
 
-class Quantising(Golden):
+class Quantizing(Golden):
     """The golden layer with activations of 8 bits: `mode` as the op's."""
 
     def __init__(self, layer: Layer, dtype: torch.dtype, mode: int, scale_format: str) -> None:
@@ -41,12 +41,12 @@ class Quantising(Golden):
         self.wide = torch.float64
 
     def eight(self, x: Tensor, first: bool, smooth: Tensor | None = None) -> Tensor:
-        """What x [K] stands for once it is quantised; the input of the layer is `first`."""
+        """What x [K] stands for once it is quantized; the input of the layer is `first`."""
         if self.mode == 0 or (self.mode == 1 and first):
             return x
         x = x.float() if smooth is None else x.float() * smooth
-        made = eight_bits.activations(x[None], KINDS[self.mode], self.scale_format)
-        return eight_bits.stands_for(*made)[0]
+        made = quantization.activations(x[None], KINDS[self.mode], self.scale_format)
+        return quantization.stands_for(*made)[0]
 
     def rnd(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).double()
@@ -106,9 +106,9 @@ def test_mla(device, backend, mode, form, rotary):
     if smooth is not None:  # the checkpoint's weights have them out again
         w = replace(w, w_uq_qr=w.w_uq_qr * smooth[0, :, None].double())
     plain = by_token(
-        lambda *token: Quantising(call.layer, call.dtype, mode, "ue8m0").mla(*token, by), *inputs
+        lambda *token: Quantizing(call.layer, call.dtype, mode, "ue8m0").mla(*token, by), *inputs
     )
-    exact = by_token(lambda *token: Quantising(w, torch.float64, 0, "ue8m0").mla(*token), *inputs)
+    exact = by_token(lambda *token: Quantizing(w, torch.float64, 0, "ue8m0").mla(*token), *inputs)
     for out in outs:
         assert out.dtype is call.dtype and out.is_contiguous()
     got = [out.flatten(0, 1) for out in outs]
@@ -126,8 +126,8 @@ def test_indexer(device, backend, mode, form, rotary):
     given = call.indexer()
     outs = run(INDEXER, backend, **given)
     inputs = call.x, call.norm, call.sin, call.cos
-    plain = by_token(Quantising(call.layer, call.dtype, mode, "ue8m0").indexer, *inputs)
-    exact = by_token(Quantising(call.layer, torch.float64, 0, "ue8m0").indexer, *inputs)
+    plain = by_token(Quantizing(call.layer, call.dtype, mode, "ue8m0").indexer, *inputs)
+    exact = by_token(Quantizing(call.layer, torch.float64, 0, "ue8m0").indexer, *inputs)
     got = [*(out.flatten(0, 1) for out in outs), call.at(given["index_k_cache"])]
     there = call.written()
     plain[2:], exact[2:] = ([x[there] for x in each[2:]] for each in (plain, exact))
@@ -185,13 +185,13 @@ def test_a_product_is_its_formula(device, backend, mode, scale_format, given_in_
     """The rotary key of an angle of zero is the product itself, rounded once."""
     call = Call(device, mode)
     call.sin, call.cos = torch.zeros_like(call.sin), torch.ones_like(call.cos)
-    values, scale = eight_bits.activations(call.x.flatten(0, 1), KINDS[mode], scale_format)
+    values, scale = quantization.activations(call.x.flatten(0, 1), KINDS[mode], scale_format)
     given = call.mla(rope_interleaved=False, scale_format=scale_format)
     if given_in_8_bits:
         given["token_x"] = values.view(B, S, -1).to(device)
         given["dequant_scale_x"] = scale.to(device)
     run(MLA, backend, **given)
-    x, w = eight_bits.stands_for(values, scale), call.layer.w_dkv_kr[:, SIZES["R"] :]
+    x, w = quantization.stands_for(values, scale), call.layer.w_dkv_kr[:, SIZES["R"] :]
     exact, there = (x @ w)[call.written()], call.written()
     got = call.at(given["kr_cache"]).double()
     # float32's sums, and the 13 bits in which Hopper adds up 8-bit floats
@@ -203,11 +203,11 @@ def test_a_product_is_its_formula(device, backend, mode, scale_format, given_in_
 
 def torch_npu_s_golden(call: Call, smooth: Tensor) -> tuple[Tensor, ...]:
     """The words of its test of npu_mla_prolog_v3, mode 2: int32 sums, float32 times both scales,
-    nothing rounded between the product and the next quantisation; q_nope to the dtype before W_uk.
+    nothing rounded between the product and the next quantization; q_nope to the dtype before W_uk.
     (query, query_rope)"""
     a, w = call.given[MLA], call.layer
     heads, plain, _rank = w.w_uk.shape
-    x, scale_x = eight_bits.activations(call.x.flatten(0, 1), "int8")
+    x, scale_x = quantization.activations(call.x.flatten(0, 1), "int8")
 
     def product(values, by, name):
         weight, scale = custom.from_nz(a[f"weight_{name}"].cpu()), a[f"dequant_scale_w_{name}"]
@@ -216,7 +216,7 @@ def torch_npu_s_golden(call: Call, smooth: Tensor) -> tuple[Tensor, ...]:
 
     down = product(x, scale_x, "dq")
     norm = down / torch.sqrt((down**2).mean(-1, keepdim=True) + 1e-6) * w.gamma_cq.float()
-    c, scale_c = eight_bits.activations(norm * smooth, "int8")
+    c, scale_c = quantization.activations(norm * smooth, "int8")
     q = product(c, scale_c, "uq_qr").view(-1, heads, plain + SIZES["Dr"])
     nope = q[..., :plain].to(call.dtype).double()
     query = torch.einsum("tnd,ndr->tnr", nope, w.w_uk).to(call.dtype)
@@ -229,13 +229,13 @@ def torch_npu_s_golden(call: Call, smooth: Tensor) -> tuple[Tensor, ...]:
 
 
 def test_as_near_as_torch_npu_s_golden(device, backend):
-    """Which rounds less often than we do: our error against no quantisation at all is within twice
+    """Which rounds less often than we do: our error against no quantization at all is within twice
     that of theirs."""
     call = Call(device, 2)
     smooth = 0.5 + torch.rand(1, SIZES["Rq"])
     outs = run(MLA, backend, **call.mla(smooth_scales_cq=smooth.to(device)))
     w = replace(call.layer, w_uq_qr=call.layer.w_uq_qr * smooth[0, :, None].double())
-    exact = by_token(Quantising(w, torch.float64, 0, "").mla, call.x, call.sin, call.cos)
+    exact = by_token(Quantizing(w, torch.float64, 0, "").mla, call.x, call.sin, call.cos)
     golden = torch_npu_s_golden(call, smooth)
     compare(("query", "query_rope"), [out.flatten(0, 1) for out in outs[:2]], golden, exact[:2])
 
@@ -243,11 +243,11 @@ def test_as_near_as_torch_npu_s_golden(device, backend):
 def test_scales_lie_as_hugging_face_s():
     """Its weights are [N, K] with weight_scale_inv [N / 128, K / 128]: both transposed are ours."""
     finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    values, scale = eight_bits.weight(torch.randn(256, 384).double(), "fp8")
+    values, scale = quantization.weight(torch.randn(256, 384).double(), "fp8")
     given = {"weight$": [values.t().contiguous()], "weight_scale_inv": [scale.t().contiguous()]}
     (theirs,) = finegrained.Fp8Dequantize(None).convert(given).values()
     theirs = theirs[0] if isinstance(theirs, list) else theirs
-    want = eight_bits.dequantised(values, scale).t()
+    want = quantization.dequantized(values, scale).t()
     assert (theirs.double() - want).abs().max() <= 2.0**-8 * want.abs().max()
 
 
@@ -358,7 +358,7 @@ def test_under_torch_npu_s_words(device, backend, mode, rotary, flag, packed):
     if mode == 0:
         assert torch.equal(outs[3].flatten(), norm.flatten()) and outs[4].shape == (0,)
         return
-    values, scale = eight_bits.activations(norm.cpu().flatten(0, 1), KINDS[mode])
+    values, scale = quantization.activations(norm.cpu().flatten(0, 1), KINDS[mode])
     assert torch.equal(
         outs[3].cpu().view(torch.uint8).flatten(), values.view(torch.uint8).flatten()
     )
@@ -398,10 +398,10 @@ def test_errors_under_torch_npu_s_words(change, message):
 
 
 @pytest.mark.parametrize("mode", [1, 4])
-def test_a_quantised_query_norm_is_taken_as_it_is(device, backend, mode):
+def test_a_quantized_query_norm_is_taken_as_it_is(device, backend, mode):
     call = Call(device, mode)
     wanted = run(INDEXER, backend, **call.indexer())
-    values, scale = eight_bits.activations(call.norm.flatten(0, 1), KINDS[mode])
+    values, scale = quantization.activations(call.norm.flatten(0, 1), KINDS[mode])
     given = dict(query_norm=values.view(B, S, -1).to(device), dequant_scale_q_norm=scale.to(device))
     for got, want in zip(run(INDEXER, backend, **call.indexer(**given)), wanted, strict=True):
         assert torch.equal(got, want)
@@ -439,7 +439,7 @@ def test_traced(kind, mode):
             torch.library.opcheck(getattr(torch.ops.custom, op), (), arguments, test_utils=test)
 
 
-def test_nz_of_8_bits_has_32_columns_a_tile():
+def test_quantized_nz_has_32_columns_a_tile():
     for dtype in (torch.int8, torch.float8_e4m3fn):
         w = torch.randn(48, 96).mul(40).to(dtype)
         z = custom.to_nz(w)
@@ -535,7 +535,7 @@ def test_errors_of_an_index_cache():
         custom.npu_indexer_prolog_pto(**call.indexer(**plain))
 
 
-W8A8C8 = "npu_lightning_indexer_prolog_pto"
+LIGHTNING = "npu_lightning_indexer_prolog_pto"
 
 
 def int8_of(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -553,13 +553,13 @@ def test_the_int8_prolog_as_its_sample_has_it(device, backend, matrices, of_scal
     call = Call(device, 1, Dr=rotary)
     tokens, heads = B * S, 16
     given = call.indexer()
-    values, scale = eight_bits.activations(call.norm.flatten(0, 1), "int8")
+    values, scale = quantization.activations(call.norm.flatten(0, 1), "int8")
     sign = [[(-1.0) ** bin(i & j).count("1") for j in range(128)] for i in range(128)]
     matrix = (torch.tensor(sign) * 128**-0.5).to(call.dtype).to(device) if matrices else None
     cache = torch.zeros(4, P, 1, 128, dtype=torch.int8, device=device)
     scales = torch.zeros(4, P, 1, 1, dtype=torch.float16, device=device)
     query, query_scale, weights = run(
-        W8A8C8,
+        LIGHTNING,
         backend,
         token_x=given["token_x"].flatten(0, 1),
         q_norm=values.to(device),
@@ -607,8 +607,8 @@ def test_the_int8_prolog_as_its_sample_has_it(device, backend, matrices, of_scal
     ],
 )
 def test_errors_of_the_int8_prolog(change, error, message):
-    arguments = sample(W8A8C8, CPU, torch.float32) | change
-    with pytest.raises(error, match=f"^{W8A8C8}: .*{message}"):
+    arguments = sample(LIGHTNING, CPU, torch.float32) | change
+    with pytest.raises(error, match=f"^{LIGHTNING}: .*{message}"):
         custom.npu_lightning_indexer_prolog_pto(**arguments)
 
 

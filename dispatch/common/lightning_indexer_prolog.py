@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """npu_lightning_indexer_prolog_pto by the words of npu_indexer_prolog_pto, which gives its queries,
-keys and weights before they are transformed and quantised."""
+keys and weights before they are transformed and quantized."""
 
 from __future__ import annotations
 

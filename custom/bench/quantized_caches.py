@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch.common import quantised
-from ..quantised import quantize_index_query
+from ..dispatch.common import quantized
+from ..quantized import quantize_index_query
 from .case import Arguments, Case, Draw, Outputs
 from .peers import installed, positions
 from .sparse_attention import (
@@ -40,8 +40,8 @@ _ops = torch.ops.custom
 def _index_cache(draw: Draw, pages: int, kind: str) -> tuple[Tensor, Tensor]:
     """(values, scales) of random keys: packed pages of fp8, two tensors of int8."""
     if kind == "fp8":
-        raw = torch.empty(pages, P, quantised.PACKED, dtype=torch.uint8, device=draw.device)
-        values, scales = quantised.index_cache_views(raw, kind)
+        raw = torch.empty(pages, P, quantized.PACKED, dtype=torch.uint8, device=draw.device)
+        values, scales = quantized.index_cache_views(raw, kind)
     else:
         values = torch.empty(pages, P, 1, DI, dtype=torch.int8, device=draw.device)
         scales = torch.empty(pages, P, 1, dtype=torch.float16, device=draw.device)
@@ -77,7 +77,7 @@ def indexer_case(b: int, s: int, context: int, kind: str, k: int = 2048, op: str
             sparse_count=k,
         )
 
-    per_key = quantised.PACKED if kind == "fp8" else DI + 2
+    per_key = quantized.PACKED if kind == "fp8" else DI + 2
     peers: dict[str, Any] = {"bf16": _indexer_on_bf16}
     if kind == "fp8" and s == 1:
         peers["deep_gemm + topk"] = partial(_deep_gemm, context=context)
@@ -113,8 +113,8 @@ def _deep_gemm(arguments: Arguments, context: int) -> Callable[[], Any] | None:
     import deep_gemm
 
     query, key, weights = (arguments[n] for n in ("query", "key", "weights"))
-    size = P * quantised.PACKED
-    shape, strides = (len(key), P, 1, quantised.PACKED), (size, *[quantised.PACKED] * 2, 1)
+    size = P * quantized.PACKED
+    shape, strides = (len(key), P, 1, quantized.PACKED), (size, *[quantized.PACKED] * 2, 1)
     pages = key.view(torch.uint8).as_strided(shape, strides)
     lengths = arguments["actual_seq_lengths_key"].view(-1, 1)
     plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, P, deep_gemm.get_num_sms())
@@ -134,8 +134,8 @@ def _deep_gemm(arguments: Arguments, context: int) -> Callable[[], Any] | None:
 
 def _rows(draw: Draw, count: int, kind: str, row_layout: str, dr: int) -> Tensor:
     """[pages, P, 1, 656] of random latents; [.., 528] without rotary keys."""
-    dtype = quantised.VALUES[kind]
-    size = quantised.row_bytes(dr)
+    dtype = quantized.VALUES[kind]
+    size = quantized.row_bytes(dr)
     rows = torch.empty(count // P, P, 1, size, dtype=torch.uint8, device=draw.device)
     step = 2**20
     for first in range(0, count, step):
@@ -165,7 +165,7 @@ def attention_case(
 ) -> Case:
     """Paged sparse attention over rows of 8 bits; requests share no page."""
     pages, dr, keys = context // P, model.dr, model.keys_of(k)
-    row_layout = quantised.NOPE_SCALE_ROPE if kind == "fp8" else quantised.NOPE_ROPE_SCALE
+    row_layout = quantized.NOPE_SCALE_ROPE if kind == "fp8" else quantized.NOPE_ROPE_SCALE
 
     def make(draw: Draw) -> Arguments:
         rows = _rows(draw, b * context, kind, row_layout, dr)
@@ -192,7 +192,7 @@ def attention_case(
         return piece, lambda outputs: [out[:2, -8:] for out in outputs]
 
     count = b * s
-    read = min(count * keys, b * context) * quantised.row_bytes(dr)
+    read = min(count * keys, b * context) * quantized.row_bytes(dr)
     peers: dict[str, Any] = {"bf16": partial(_attention_on_bf16, kind=kind)}
     if kind == "fp8" and s <= 2 and dr:
         peers["flash_mla"] = _flash_mla
@@ -210,10 +210,10 @@ def attention_case(
 
 def _attention_on_bf16(arguments: Arguments, kind: str) -> Callable[[], Any]:
     rows, query = arguments["key"], arguments["query"]
-    nope, rope, scale = quantised.row_views(rows, arguments["row_layout"])
+    nope, rope, scale = quantized.row_views(rows, arguments["row_layout"])
     latent = torch.empty(nope.shape, dtype=torch.bfloat16, device=rows.device)
     for to, values, by in zip(latent.split(4096), nope.split(4096), scale.split(4096), strict=True):
-        to.copy_(values.float() * by.repeat_interleave(quantised.TILE, -1))
+        to.copy_(values.float() * by.repeat_interleave(quantized.TILE, -1))
     kept = (
         "sparse_indices", "scale_value", "block_table", "actual_seq_lengths_kv", "layout_kv",
         "attention_mode", "sparse_block_size",
@@ -277,17 +277,17 @@ def index_write_case(tokens: int, kind: str, pages: int = 1024) -> Case:
         f"{kind}, {tokens} tokens",
         make,
         _whole,
-        bytes=float(tokens * (DI * BF16 + quantised.PACKED)),
+        bytes=float(tokens * (DI * BF16 + quantized.PACKED)),
         flops=4.0 * tokens * DI,
         shape=dict(b=tokens),
     )
 
 
 def latent_write_case(tokens: int, kind: str, pages: int = 1024) -> Case:
-    row_layout = quantised.NOPE_SCALE_ROPE if kind == "fp8" else quantised.NOPE_ROPE_SCALE
+    row_layout = quantized.NOPE_SCALE_ROPE if kind == "fp8" else quantized.NOPE_ROPE_SCALE
 
     def make(draw: Draw) -> Arguments:
-        rows = torch.zeros(pages, P, 1, quantised.ROW, dtype=torch.uint8, device=draw.device)
+        rows = torch.zeros(pages, P, 1, quantized.ROW, dtype=torch.uint8, device=draw.device)
         return dict(
             ckv=draw.normal(tokens, R),
             k_rope=draw.normal(tokens, DR),
@@ -302,7 +302,7 @@ def latent_write_case(tokens: int, kind: str, pages: int = 1024) -> Case:
         f"{kind}, {tokens} tokens",
         make,
         _whole,
-        bytes=float(tokens * ((R + DR) * BF16 + quantised.ROW)),
+        bytes=float(tokens * ((R + DR) * BF16 + quantized.ROW)),
         flops=4.0 * tokens * R,
         shape=dict(b=tokens),
     )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Products with weights of 8 bits, which are read as they are: nothing is dequantised in memory.
+"""Products with weights of 8 bits, which are read as they are: nothing is dequantized in memory.
 
     int8   out[t, n] = float32(x[t] . w[:, n]) sx[t] sw[n]                    sums in int32
     fp8    out[t, n] = sum_b (x[t, b] . w[b, n]) (sx[t, b] sw[b, n / 128])    b: blocks of 128 k
@@ -15,17 +15,17 @@ Products of fp8 with linear weights are of e4m3 where the GPU converts it, a blo
 float32; else of float16, which has every e4m3.  Those of int8 are of int8.  `product`:
 
     condition                            kernels
-    fp8, linear, Hopper, k in 16s,       hopper/quantised_prompt_matmul.py
+    fp8, linear, Hopper, k in 16s,       hopper/quantized_prompt_matmul.py
       one weight, many tokens
-    fp8, linear, Hopper, k in 16s        hopper/quantised_matmul.py
+    fp8, linear, Hopper, k in 16s        hopper/quantized_matmul.py
     else                                 _product
 
-`narrow_product`, whose sums are quantised in turn:
+`quantized_product`, whose sums are quantized in turn:
 
     condition                            kernels
-    any                                  hopper/quantised_prompt_matmul.py
+    any                                  hopper/quantized_prompt_matmul.py
 
-`activations`, which quantises x:
+`activations`, which quantizes x:
 
     condition    kernels
     any          _activations
@@ -44,15 +44,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from ...dispatch.common import memory, quantised
-from ..common import gpu, handover, quantise, tiling
+from ...dispatch.common import memory, quantized
+from ..common import gpu, handover, quantize, tiling
 from ..common.tiling import cdiv, power_of_two
 from ..common.weight_forms import LINEAR, NZ, form_of
 from ..runtime import launches
-from .hopper import quantised_matmul as hopper
-from .hopper import quantised_prompt_matmul as prompt
+from .hopper import quantized_matmul as hopper
+from .hopper import quantized_prompt_matmul as prompt
 
-BLOCK = tl.constexpr(quantised.TILE)
+BLOCK = tl.constexpr(quantized.TILE)
 C0 = tl.constexpr(32)
 MOST = 3  # weights of one launch
 
@@ -80,7 +80,7 @@ class Rows:
 def none(dtype: torch.dtype, x: Tensor) -> Rows:
     """What `x`, of no tokens, is for weights of `dtype`."""
     x = x.flatten(0, -2)
-    kind = quantised.kind_of(dtype)
+    kind = quantized.kind_of(dtype)
     if kind is None:
         return Rows(x)
     tiles = 1 if kind == "int8" else cdiv(x.shape[1], BLOCK.value)
@@ -89,7 +89,7 @@ def none(dtype: torch.dtype, x: Tensor) -> Rows:
 
 
 @triton.jit
-def _narrowed(
+def _quantize(
     x,
     smooth,
     values,
@@ -111,7 +111,7 @@ def _narrowed(
     u = tl.load(x + token * K + k, mask=mask, other=0.0).to(tl.float32)
     if SMOOTH:
         u *= tl.load(smooth + k, mask=mask, other=0.0)
-    u, scale = quantise.of_floats(u, 1.0, KIND, UE8M0)
+    u, scale = quantize.of_floats(u, 1.0, KIND, UE8M0)
     tl.store(values + token * K + k, u, mask=mask)
     tl.store(scales + token * OF_TOKEN + tile, scale, mask=tile < OF_TOKEN)
 
@@ -145,11 +145,11 @@ def _activations(
     if CHAINED:
         handover.begin(True)
     if part < X_PARTS:
-        _narrowed(
+        _quantize(
             x, x_smooth, x_values, x_scales, token, part, X, X_SIZE, X_TILES, KIND, UE8M0, X_SMOOTH
         )
     elif Y > 0:
-        _narrowed(
+        _quantize(
             y,
             y_smooth,
             y_values,
@@ -168,7 +168,7 @@ def _activations(
 def activations(
     given: Sequence[tuple[Tensor, Tensor | None]], kind: str, scale_format: str
 ) -> list[Rows]:
-    """Up to two (floats [T, K], their smooth scales or None), quantised in one launch.  Where an op
+    """Up to two (floats [T, K], their smooth scales or None), quantized in one launch.  Where an op
     starts here, the next kernel is its `second`."""
     if not given:
         return []
@@ -178,9 +178,9 @@ def activations(
         depth = x.shape[1]
         size = power_of_two(depth) if kind == "int8" else BLOCK.value
         of_token = cdiv(depth, size)
-        values = memory.empty((tokens, depth), quantised.VALUES[kind], device)
+        values = memory.empty((tokens, depth), quantized.VALUES[kind], device)
         rows = Rows(values, memory.empty((tokens, of_token), torch.float32, device))
-        arguments.append((x, smooth, quantise.in_bytes(values), rows.scale))
+        arguments.append((x, smooth, quantize.as_bytes(values), rows.scale))
         tiles = min(8, power_of_two(of_token))
         cuts.append((depth, size, tiles, cdiv(of_token, tiles), smooth is not None))
         out.append(rows)
@@ -201,7 +201,7 @@ def activations(
         Y_SIZE=y[1],
         Y_TILES=y[2],
         Y_SMOOTH=y[4],
-        KIND=quantise.kind_of(kind),
+        KIND=quantize.kind_of(kind),
         UE8M0=scale_format == "ue8m0",
         CHAINED=chained,
         num_warps=8 if kind == "int8" else 4,
@@ -213,12 +213,12 @@ def activations(
 @triton.jit
 def _tile(at, mask, KIND: tl.constexpr, HALF: tl.constexpr):
     """Values as their product takes them."""
-    if KIND == quantise.FP8:
+    if KIND == quantize.FP8:
         tile = tl.load(at, mask=mask, other=0)
     else:
-        tile = tl.load(at, mask=mask, other=0.0 if KIND == quantise.NATIVE_FP8 else 0)
+        tile = tl.load(at, mask=mask, other=0.0 if KIND == quantize.NATIVE_FP8 else 0)
     if HALF:
-        tile = quantise.to_float16(tile, KIND)
+        tile = quantize.to_float16(tile, KIND)
     return tile
 
 
@@ -286,9 +286,9 @@ def _product(
         group = tl.program_id(2).to(tl.int64)
         row = group * tokens
         x += row * K
-        x_scale += row * (1 if KIND == quantise.INT8 else KB)
+        x_scale += row * (1 if KIND == quantize.INT8 else KB)
         w += group * (K * N0)
-        s += group * (N0 if KIND == quantise.INT8 else KB * ((N0 + BLOCK - 1) // BLOCK))
+        s += group * (N0 if KIND == quantize.INT8 else KB * ((N0 + BLOCK - 1) // BLOCK))
         out += group * N0
     column = (block - begin) * BLOCK_N
     lo = run * RUN
@@ -319,7 +319,7 @@ def _product(
         handover.begin(FIRST)
         handover.follow(FIRST, LATE, SECOND)
     RAGGED_K: tl.constexpr = K % RUN != 0
-    if KIND == quantise.INT8:
+    if KIND == quantize.INT8:
         acc = tl.zeros([BLOCK_N, BLOCK_T] if SWAP else [BLOCK_T, BLOCK_N], tl.int32)
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_T] if SWAP else [BLOCK_T, BLOCK_N], tl.float32)
@@ -341,7 +341,7 @@ def _product(
             w_tile = _tile(
                 w_now + n_at[None, :] + k_at[:, None], n_mask[None, :] & k_ok[:, None], KIND, HALF
             )
-        if KIND == quantise.INT8:
+        if KIND == quantize.INT8:
             if SWAP:
                 acc = tl.dot(w_tile, x_tile, acc, out_dtype=tl.int32)
             else:
@@ -359,7 +359,7 @@ def _product(
             else:
                 acc += tl.dot(x_tile, w_tile) * by[:, None]
 
-    if KIND == quantise.INT8:
+    if KIND == quantize.INT8:
         by_t = tl.load(x_scale + t, mask=t_mask, other=0.0)
         by_n = tl.load(s + column + j, mask=n_mask, other=0.0)
         if SWAP:
@@ -382,7 +382,7 @@ def _product(
 def is_direct(weight: Tensor, form: int) -> bool:
     """Whether tensor cores take the bytes of `weight` as they are: e4m3 as a checkpoint has it, and
     a GPU that converts it."""
-    fp8 = quantised.kind_of(weight.dtype) == "fp8"
+    fp8 = quantized.kind_of(weight.dtype) == "fp8"
     return fp8 and form == LINEAR.value and gpu.converts_fp8(weight.device)
 
 
@@ -391,7 +391,7 @@ def is_prompt(x: Rows, weight: Weight, form: int, dtype: torch.dtype, groups: in
     many = prompt.supports(x.values, weight.size, groups, dtype)
     if not many or not is_direct(weight.values, form):
         return False
-    values, read = (quantise.to_read(of.values)[0] for of in (x, weight))
+    values, read = (quantize.to_read(of.values)[0] for of in (x, weight))
     return hopper.supports(values, [read])
 
 
@@ -408,9 +408,9 @@ def _by_prompt(
     forked: bool = False,
 ) -> None:
     prompt.launch(
-        quantise.to_read(x.values)[0],
+        quantize.to_read(x.values)[0],
         x.scale,
-        quantise.to_read(weight.values)[0],
+        quantize.to_read(weight.values)[0],
         weight.scale,
         weight.size,
         out,
@@ -453,11 +453,11 @@ def product(
     kept = [*weights, *[weights[0]] * (MOST - len(weights))]
     device = x.values.device
     chained = gpu.has_chained_launch(device)
-    values, kind = quantise.to_read(x.values)
-    read = [quantise.to_read(weight.values)[0] for weight in kept]
+    values, kind = quantize.to_read(x.values)
+    read = [quantize.to_read(weight.values)[0] for weight in kept]
     direct = is_direct(weights[0].values, form)
     by_tma = direct and hopper.supports(values, read)
-    chosen = tiling.eight_bits if by_tma else tiling.narrow
+    chosen = tiling.hopper_quantized if by_tma else tiling.quantized
     config = chosen(tokens, given, depth, gpu.num_sms(device))
     run = cdiv(cdiv(depth, config.runs), config.k) * config.k
     runs = cdiv(depth, run)
@@ -497,7 +497,7 @@ def product(
         N2=sizes[2],
         FORM=form,
         KIND=kind,
-        HALF=kind != quantise.INT8.value and not direct,
+        HALF=kind != quantize.INT8.value and not direct,
         BLOCK_T=config.tokens,
         BLOCK_N=config.columns,
         STAGES=config.stages,
@@ -514,9 +514,9 @@ def product(
     return out
 
 
-def narrow_product(x: Rows, weight: Weight, dtype: torch.dtype, *, groups: int = 1) -> Rows:
+def quantized_product(x: Rows, weight: Weight, dtype: torch.dtype, *, groups: int = 1) -> Rows:
     """As product, of what is_prompt says yes to, the columns in blocks of 128: rounded to `dtype`
-    and quantised."""
+    and quantized."""
     tokens, columns = x.values.shape[0] // groups, groups * weight.size
     device = x.values.device
     values = memory.empty((tokens, columns), torch.float8_e4m3fn, device)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from custom.dispatch.common import nz, quantised
+from custom.dispatch.common import nz, quantized
 from custom.dispatch.reference.caches import index_cache_write, latent_cache_write
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from . import indexer_prolog_pto, mla_prolog_pto, sparse_attention_pto
 from .mla_prolog_pto import PAGE
 
 MLA, INDEXER, LAYER = "npu_mla_prolog_pto", "npu_indexer_prolog_pto", "npu_sparse_attention_pto"
-V3, W8A8C8 = "npu_mla_prolog_v3", "npu_lightning_indexer_prolog_pto"
+V3, LIGHTNING = "npu_mla_prolog_v3", "npu_lightning_indexer_prolog_pto"
 _SWAPPED = 1 / 200  # of the bytes may be off by one
 # weight: its scale, the modes in which it has one
 _SCALES = {
@@ -37,7 +37,7 @@ _SCALES = {
 }
 
 
-def eight_bits(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def int8(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """int8 and the float32 scales along `dim`, which is kept."""
     scale = x.float().abs().amax(dim, keepdim=True) / 127
     values = (x.float() / scale.masked_fill(scale == 0, 1)).round()
@@ -46,7 +46,7 @@ def eight_bits(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 def weight(w: Tensor, form: str) -> tuple[Tensor, Tensor]:
     """[K, N] in int8 as "nz", "flat", "nd" or "linear", a checkpoint's own [N, K]."""
-    values, scale = eight_bits(w, 0)
+    values, scale = int8(w, 0)
     if form == "linear":
         return memory.guarded(values.t().contiguous()), scale
     return values if form == "nd" else memory.guarded(nz.to_nz(values, flat=form == "flat")), scale
@@ -92,11 +92,11 @@ def mla(
             arguments["smooth_scales_cq"] = memory.guarded(wide)
         if given:
             x = arguments["token_x"]
-            values, scale = eight_bits(x, -1)
+            values, scale = int8(x, -1)
             arguments |= dict(token_x=values, dequant_scale_x=scale.view(-1, 1))
         if rows is not None:
             pages = arguments["kv_cache"].shape[0]
-            width = quantised.row_bytes(arguments["rope_sin"].shape[-1])
+            width = quantized.row_bytes(arguments["rope_sin"].shape[-1])
             cache = torch.ones(pages, PAGE + between, 1, width, dtype=torch.int8)
             arguments |= dict(
                 kv_cache=memory.guarded(cache)[:, :PAGE],
@@ -142,7 +142,7 @@ def indexer(
             arguments["ln_beta_k"].zero_()
             arguments["token_x"][0] = 0
         if given:
-            values, scale = eight_bits(arguments["query_norm"], -1)
+            values, scale = int8(arguments["query_norm"], -1)
             arguments |= dict(query_norm=values, dequant_scale_q_norm=scale.view(-1, 1))
         if cache:
             pages = arguments["index_k_cache"].shape[0]
@@ -176,7 +176,9 @@ def v3(
     return make
 
 
-def w8a8c8(tokens: int, heads: int, matrices: bool, **sizes: Any) -> Callable[[Inputs], Arguments]:
+def lightning(
+    tokens: int, heads: int, matrices: bool, **sizes: Any
+) -> Callable[[Inputs], Arguments]:
     draw = indexer(tokens, 1, heads, 1, form="nd", given=True, **sizes)
 
     def make(inputs: Inputs) -> Arguments:
@@ -234,7 +236,7 @@ def layer(
         slots = torch.arange(pages * PAGE)
         flat = {name: a[name].flatten(0, 2) for name in ("kv_cache", "kr_cache", "index_k_cache")}
         if rows:
-            cache = memory.guarded(torch.zeros(pages, PAGE, 1, quantised.ROW, dtype=torch.int8))
+            cache = memory.guarded(torch.zeros(pages, PAGE, 1, quantized.ROW, dtype=torch.int8))
             latent_cache_write.forward(
                 ckv=flat["kv_cache"],
                 k_rope=flat["kr_cache"],
@@ -274,7 +276,7 @@ def turned_back(arguments: Arguments) -> Tensor:
 
 
 def as_it_is(arguments: Arguments) -> Arguments:
-    """What is quantised in float64 would be other bytes."""
+    """What is quantized in float64 would be other bytes."""
     return arguments
 
 
@@ -305,10 +307,10 @@ def judge(case: Case, got: Arguments, exact: Arguments, _: Arguments) -> list[Fi
         other = exact[name]
         if not value.numel():
             continue
-        if value.shape[-1] in (quantised.ROW, quantised.NOPE_ROW):
+        if value.shape[-1] in (quantized.ROW, quantized.NOPE_ROW):
             given = case.make(Inputs(case.dtype, case.seed))
-            layout = given.get("row_layout", quantised.NOPE_ROPE_SCALE)
-            parts = (quantised.row_parts(x, layout, torch.int8, case.dtype) for x in (value, other))
+            layout = given.get("row_layout", quantized.NOPE_ROPE_SCALE)
+            parts = (quantized.row_parts(x, layout, torch.int8, case.dtype) for x in (value, other))
             for what, one, two in zip(("latents", "rotary", "scales"), *parts, strict=True):
                 title = f"{name}, {what}"
                 if one.dtype is torch.int8:
@@ -327,7 +329,7 @@ def judge(case: Case, got: Arguments, exact: Arguments, _: Arguments) -> list[Fi
 SMALL = dict(hidden=1024, rank=512)
 UNEVEN = dict(hidden=208, rank=192)
 WIDE_KEYS = dict(hidden=208, latent=64, index_heads=16, index_size=256)
-ASCEND, FLASH = quantised.NOPE_ROPE_SCALE, quantised.NOPE_SCALE_ROPE
+ASCEND, FLASH = quantized.NOPE_ROPE_SCALE, quantized.NOPE_SCALE_ROPE
 case = partial(Case, judge=judge, widen=as_it_is)
 of_mla, of_indexer = partial(case, MLA), partial(case, INDEXER)
 CASES = (
@@ -391,9 +393,11 @@ CASES = (
     case(V3, "int8, rows, [T, H]", v3(5, 1, 8, 2, rows=ASCEND, smooth=True, **UNEVEN)),
     case(V3, "int8 behind the norm, [B, S, H]", v3(3, 2, 8, 1, **UNEVEN)),
     case(V3, "nothing of 8 bits", v3(5, 1, 8, 0, **UNEVEN)),
-    case(W8A8C8, "transformed", w8a8c8(5, 16, True, **UNEVEN)),
+    case(LIGHTNING, "transformed", lightning(5, 16, True, **UNEVEN)),
     case(
-        W8A8C8, "not transformed, fp32 scales", w8a8c8(3, 8, False, stored=torch.float32, **UNEVEN)
+        LIGHTNING,
+        "not transformed, fp32 scales",
+        lightning(3, 8, False, stored=torch.float32, **UNEVEN),
     ),
     case(LAYER, "all of int8, everything selected", layer([300, 1, 129, 0], 2, 16, 384)),
     case(
@@ -432,77 +436,77 @@ CONTROLS = (
     ),
     Control(
         "a weight that is not turned",
-        "narrow_product",
+        "quantized_product",
         "TURNED=linear",
         "TURNED=False",
         "int8, a checkpoint's own, uneven",
     ),
     Control(
         "rotary columns by the latent's scales",
-        "narrow_rows",
+        "quantized_rows",
         "of_rope = by_column + LATENT",
         "of_rope = by_column + 0",
         "int8, uneven, 18 tokens",
     ),
     Control(
         "the scale of the first token",
-        "narrow_rows",
+        "quantized_rows",
         "        by_row = tl.load(by_rows + row)\n        of_plain",
         "        by_row = tl.load(by_rows)\n        of_plain",
         "int8, uneven, 18 tokens",
     ),
     Control(
         "smooth scales forgotten",
-        "narrow_rows",
+        "quantized_rows",
         "u *= tl.load(smooth + d)",
         "u *= 1.0",
         "int8, uneven, 18 tokens",
     ),
     Control(
         "the slot past the last is written",
-        "narrow_rows",
+        "quantized_rows",
         "(slot < slots)\n        of_rotary = tl.where(there, ROTARY // 2, 0)\n        slot",
         "(slot <= slots)\n        of_rotary = tl.where(there, ROTARY // 2, 0)\n        slot",
         "int8, the slot past the last",
     ),
     Control(
         "the index key past the last is written",
-        "narrow_rows",
+        "quantized_rows",
         "(slot < slots)\n        of_rotary = tl.where(there, ROTARY // 2, 0)\n        of_rest",
         "(slot <= slots)\n        of_rotary = tl.where(there, ROTARY // 2, 0)\n        of_rest",
         "int8 keys, the slot past the last",
     ),
     Control(
         "the rest left out of the scale",
-        "narrow_rows",
+        "quantized_rows",
         "amax = tl.maximum(amax, tl.max(tl.abs(rest), 1))",
         "amax = tl.maximum(amax, 0.0)",
         "int8, 2 x 3 tokens, interleaved",
     ),
     Control(
         "a scale of zero divides",
-        "quantise",
+        "quantize",
         "tl.where(scale > 0, scale, 1.0)",
         "scale",
         "int8, zeros",
     ),
     Control(
         "not rounded to even",
-        "quantise",
+        "quantize",
         "((y + 12582912.0) - 12582912.0)",
         "(y + 0.5)",
         "int8, uneven, 18 tokens",
     ),
     Control(
         "one layout for all rows",
-        "narrow_rows",
-        "quantised.row_parts(of.kv_cache, of.row_layout,",
-        'quantised.row_parts(of.kv_cache, "nope_rope_scale",',
+        "quantized_rows",
+        "quantized.row_parts(of.kv_cache, of.row_layout,",
+        'quantized.row_parts(of.kv_cache, "nope_rope_scale",',
         "int8 behind the norm, FlashMLA's order, pages apart, clipped",
     ),
     Control(
         "never clipped",
-        "narrow_rows",
+        "quantized_rows",
         "fits = tl.load(alpha)",
         "fits = 1.0",
         "int8 behind the norm, FlashMLA's order, pages apart, clipped",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The fp8 products of quantised_matmul.py on Hopper (Gluon): tiles of [N, K] go by TMA to wgmma.
+"""The fp8 products of quantized_matmul.py on Hopper (Gluon): tiles of [N, K] go by TMA to wgmma.
 
 A step is one block of 128 k: its sum is made in the tensor cores, then multiplied by the scales of
 its tokens and of its weights, which shared memory has of many blocks, and added in float32.  Up to

@@ -28,7 +28,7 @@ def e4m3(y: np.ndarray) -> np.ndarray:
     return (code | np.where(np.signbit(y), 0x80, 0)).astype(np.uint8)
 
 
-def quantised(x: Tensor, kind: str, scale_format: str, alpha: float = 1.0):
+def quantized(x: Tensor, kind: str, scale_format: str, alpha: float = 1.0):
     """(bytes [.., D], float32 scales [..])"""
     x = x.float().cpu().numpy()
     amax = np.abs(x).max(-1) * np.float32(alpha)
@@ -46,7 +46,7 @@ def quantised(x: Tensor, kind: str, scale_format: str, alpha: float = 1.0):
     return e4m3((x / scale[..., None]).astype(np.float64)), scale
 
 
-def dequantised(values: Tensor, scale: Tensor) -> Tensor:
+def dequantized(values: Tensor, scale: Tensor) -> Tensor:
     """float64 [K, N] of a weight: int8 with a scale for each column, e4m3 for each 128 x 128."""
     if values.dtype is torch.int8:
         return values.double() * scale.double()
@@ -71,17 +71,17 @@ def weight(w: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 def activations(x: Tensor, kind: str, scale_format: str = "ue8m0") -> tuple[Tensor, Tensor]:
     """(values, scales [T, 1] or [T, blocks]) of tokens [T, K]."""
     if kind == "int8":
-        values, scale = quantised(x, kind, scale_format)
+        values, scale = quantized(x, kind, scale_format)
         return torch.from_numpy(values.view(np.int8)), torch.from_numpy(scale)[:, None]
     depth = x.shape[1]
     tiles = torch.nn.functional.pad(x, (0, -depth % 128)).unflatten(1, (-1, 128))
-    values, scale = quantised(tiles, kind, scale_format)
+    values, scale = quantized(tiles, kind, scale_format)
     there = torch.from_numpy(values).flatten(1)[:, :depth].contiguous()
     return there.view(torch.float8_e4m3fn), torch.from_numpy(scale)
 
 
 def stands_for(values: Tensor, scale: Tensor) -> Tensor:
-    """float64 [T, K] of quantised activations."""
+    """float64 [T, K] of quantized activations."""
     if values.dtype is torch.int8:
         return values.double() * scale.double()
     return values.double() * scale.double().repeat_interleave(128, 1)[:, : values.shape[1]]

@@ -21,7 +21,7 @@ def hadamard(x: Tensor, scale: float = 128**-0.5) -> Tensor:
     """The Hadamard transform of the last dimension, in float32, rounded to the dtype of `x`.
 
     The indexers of DeepSeek-V3.2 as DeepSeek and SGLang run it transform queries and keys before
-    they are quantised: products stay as they are, outliers spread out.
+    they are quantized: products stay as they are, outliers spread out.
 
     Args:
         x: [.., 128].
@@ -56,13 +56,13 @@ def npu_index_cache_write(
     index_hadamard: bool = False,
     hadamard_round: str = "bf16",
 ) -> None:
-    """Quantise index keys, and write each to its slot of a cache of 8 bits.
+    """Quantize index keys, and write each to its slot of a cache of 8 bits.
 
     fp8: s = 2^ceil(log2(max(amax, 1e-4) / 448)), value = e4m3(k / s);
     int8: s = amax / 127, value = round(k / s), ties to even; zeros give s = 0.
 
     Formula: DeepSeek-V3.2-Exp's act_quant (fp8, DeepSeek-AI, 2025) and torch_npu's dynamic
-    quantisation per token (int8). The bytes are the same on every backend.
+    quantization per token (int8). The bytes are the same on every backend.
 
     Args:
         k: [T, 128] index keys, after LayerNorm and rotation.
@@ -109,9 +109,9 @@ def npu_latent_cache_write(
     k_nope_clip_alpha: Tensor | None = None,
     rope_head_dim: int = 64,
 ) -> None:
-    """Quantise latents by tiles, and write each with its rotary key to its row of 8 bits.
+    """Quantize latents by tiles, and write each with its rotary key to its row of 8 bits.
 
-    A row is 512 values, 4 float32 scales and 64 rotary keys of 16 bits, which are not quantised, in
+    A row is 512 values, 4 float32 scales and 64 rotary keys of 16 bits, which are not quantized, in
     the order that `row_layout` says. The formula of a tile is that of `npu_index_cache_write`. With
     `rope_head_dim` 0 a row is values and scales alone, 528 bytes, in either order the same.
 

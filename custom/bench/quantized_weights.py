@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch.common import quantised
+from ..dispatch.common import quantized
 from ..dispatch.common.nz import to_nz
 from . import sparse_attention
 from .case import Arguments, Case, Draw
-from .quantised import P
+from .quantized_caches import P
 from .sparse_attention import (
     BF16,
     DEEPSEEK,
@@ -34,8 +34,8 @@ _ops = torch.ops.custom
 
 def _weight(draw: Draw, kind: str, rows: int, columns: int, npu: bool) -> tuple[Tensor, Tensor]:
     """(weight, its scales): numbers of a standard deviation of rows ** -0.5."""
-    values = draw.normal(columns, rows, std=24.0).clamp_(-127, 127).to(quantised.VALUES[kind])
-    tiles = -(-rows // quantised.TILE), -(-columns // quantised.TILE)
+    values = draw.normal(columns, rows, std=24.0).clamp_(-127, 127).to(quantized.VALUES[kind])
+    tiles = -(-rows // quantized.TILE), -(-columns // quantized.TILE)
     shape = (1, columns) if kind == "int8" else tiles
     scale = torch.full(shape, rows**-0.5 / 24, device=draw.device)
     return to_nz(values.t()) if npu else values, scale
@@ -87,20 +87,20 @@ def _slots(draw: Draw, table: Tensor, context: int) -> Tensor:
 def _pages(draw: Draw, pages: int, npu: bool) -> tuple[Arguments, Arguments]:
     """Empty caches of fp8, or of int8 on an NPU, as both prologs name them."""
     kind = torch.int8 if npu else torch.float8_e4m3fn
-    rows = torch.zeros(pages, P, 1, quantised.ROW, dtype=kind, device=draw.device)
+    rows = torch.zeros(pages, P, 1, quantized.ROW, dtype=kind, device=draw.device)
     if npu:
         values = torch.zeros(pages, P, 1, DI, dtype=kind, device=draw.device)
         scales = torch.zeros(pages, P, 1, dtype=torch.float16, device=draw.device)
     else:
-        index = torch.zeros(pages, P, quantised.PACKED, dtype=torch.uint8, device=draw.device)
-        values, scales = quantised.index_cache_views(index, "fp8")
+        index = torch.zeros(pages, P, quantized.PACKED, dtype=torch.uint8, device=draw.device)
+        values, scales = quantized.index_cache_views(index, "fp8")
     return dict(
         kv_cache=rows,
         kr_cache=draw.normal(0),
         kv_cache_quant_mode=3,
         ckvkr_repo_mode=1,
         quant_scale_repo_mode=1,
-        row_layout=quantised.NOPE_ROPE_SCALE if npu else quantised.NOPE_SCALE_ROPE,
+        row_layout=quantized.NOPE_ROPE_SCALE if npu else quantized.NOPE_SCALE_ROPE,
     ), dict(index_k_cache=values, index_k_scale_cache=scales, kv_cache_quant_mode=3)
 
 
@@ -116,15 +116,15 @@ def mla_prolog_case(b: int, n: int, kind: str, npu: bool = False) -> Case:
         return _mla(draw, kind, n, npu) | _tokens(draw, b, _slots(draw, table, P)) | rows
 
     m = DEEPSEEK
-    narrow = m.h * (m.rq + R + DR) + m.rq * n * (m.dn + DR)
-    size = narrow + n * m.dn * R
-    outputs = BF16 * b * (m.h + m.rq + n * (R + DR)) + b * quantised.ROW
+    of_8_bits = m.h * (m.rq + R + DR) + m.rq * n * (m.dn + DR)
+    size = of_8_bits + n * m.dn * R
+    outputs = BF16 * b * (m.h + m.rq + n * (R + DR)) + b * quantized.ROW
     return Case(
         "npu_mla_prolog_pto",
         f"{kind} weights, {n} heads, {b} tokens",
         make,
         first_requests(_NAMES, 4),
-        bytes=float(narrow + BF16 * n * m.dn * R + outputs),
+        bytes=float(of_8_bits + BF16 * n * m.dn * R + outputs),
         flops=2.0 * b * size,
         shape=dict(b=b, n=n),
         peers={"bf16": partial(_in_bf16, sparse_attention.mla_prolog_case(b, n))},
@@ -139,15 +139,15 @@ def indexer_prolog_case(b: int, kind: str, npu: bool = False) -> Case:
         return both | _pages(draw, 2 * b, npu)[1]
 
     m = DEEPSEEK
-    narrow = m.rq * m.ni * DI + m.h * DI
-    outputs = b * (BF16 * (m.h + m.rq) + m.ni * (DI + 4) + quantised.PACKED)
+    of_8_bits = m.rq * m.ni * DI + m.h * DI
+    outputs = b * (BF16 * (m.h + m.rq) + m.ni * (DI + 4) + quantized.PACKED)
     return Case(
         "npu_indexer_prolog_pto",
         f"{kind} weights, {b} tokens",
         make,
         first_requests((*_NAMES, "query_norm"), 4),
-        bytes=float(narrow + BF16 * m.h * m.ni + outputs),
-        flops=2.0 * b * (narrow + m.h * m.ni),
+        bytes=float(of_8_bits + BF16 * m.h * m.ni + outputs),
+        flops=2.0 * b * (of_8_bits + m.h * m.ni),
         shape=dict(b=b),
         peers={"bf16": partial(_in_bf16, sparse_attention.indexer_prolog_case(b))},
         tolerance=5e-2,  # a step of e4m3 is 2**-3
@@ -190,7 +190,7 @@ def layer_case(b: int, n: int, context: int, k: int = 2048, npu: bool = False) -
         rows, paged = layer["kv_cache"], dict(block_table=layer["block_table"])
         keys, scales = layer["index_k_cache"], layer.get("index_k_scale_cache")
         if scales is None:
-            keys, scales = quantised.index_cache_views(keys, kind)
+            keys, scales = quantized.index_cache_views(keys, kind)
         mla = partial(
             _ops.npu_mla_prolog_pto,
             **_named(layer, _ops.npu_mla_prolog_pto),
@@ -240,7 +240,7 @@ def layer_case(b: int, n: int, context: int, k: int = 2048, npu: bool = False) -
             "attention": attention,
         }
 
-    read = b * (context * quantised.PACKED + k * quantised.ROW)
+    read = b * (context * quantized.PACKED + k * quantized.ROW)
     return Case(
         "npu_sparse_attention_pto",
         f"all {kind}, {n} heads, {b} x 1 queries, {context // 1024}K keys",
@@ -282,11 +282,11 @@ _OURS = {
 
 def _layer_pages(draw: Draw, pages: int, npu: bool) -> Arguments:
     """Rows and index keys of random tokens, as the layer names them."""
-    kind, layout = "fp8", quantised.NOPE_SCALE_ROPE
+    kind, layout = "fp8", quantized.NOPE_SCALE_ROPE
     if npu:
-        kind, layout = "int8", quantised.NOPE_ROPE_SCALE
+        kind, layout = "int8", quantized.NOPE_ROPE_SCALE
     device, slots = draw.device, torch.arange(pages * P, device=draw.device)
-    rows = torch.empty(pages, P, 1, quantised.ROW, dtype=quantised.VALUES[kind], device=device)
+    rows = torch.empty(pages, P, 1, quantized.ROW, dtype=quantized.VALUES[kind], device=device)
     _ops.npu_latent_cache_write(
         draw.normal(pages * P, R),
         draw.normal(pages * P, DR),
@@ -301,8 +301,8 @@ def _layer_pages(draw: Draw, pages: int, npu: bool) -> Arguments:
         scales = torch.empty(pages, P, 1, dtype=torch.float16, device=device)
         caches |= dict(index_k_cache=values, index_k_scale_cache=scales)
     else:
-        packed = torch.empty(pages, P, quantised.PACKED, dtype=torch.uint8, device=device)
-        values, scales = quantised.index_cache_views(packed, kind)
+        packed = torch.empty(pages, P, quantized.PACKED, dtype=torch.uint8, device=device)
+        values, scales = quantized.index_cache_views(packed, kind)
         caches |= dict(index_k_cache=packed)
     _ops.npu_index_cache_write(draw.normal(pages * P, DI), values, scales, slots, kind=kind)
     return caches

@@ -29,7 +29,7 @@ from ...runtime import launches
 from . import query_heads
 from .absorption import put, times
 from .fused_gemm import ring
-from .quantised_matmul import SWAPPED
+from .quantized_matmul import SWAPPED
 from .rotation import rotate
 
 

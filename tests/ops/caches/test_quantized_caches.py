@@ -18,8 +18,8 @@ import custom
 
 from ...support import interpreted
 from ...support.calls import runs_once
-from ...support.eight_bits import quantised
 from ...support.kernels import INTERPRETED
+from ...support.quantization import quantized
 from ...support.ragged import moved
 
 FORMATS = [("fp8", "ue8m0"), ("fp8", "fp32"), ("int8", "ue8m0")]
@@ -65,7 +65,7 @@ def test_packed_index_pages(page, between, kind, scale_format, dtype, device, ba
     k, slots = hostile(30, 128, dtype=dtype), some_slots(30, 3 * page)
     pages = pages_of(3, page, 132, between)
     wanted = [bytearray(each.contiguous().numpy().tobytes()) for each in pages]
-    values, scales = quantised(k, kind, scale_format)
+    values, scales = quantized(k, kind, scale_format)
     for i, slot in there(slots, 3 * page):
         raw, t = wanted[slot // page], slot % page
         raw[t * 128 : t * 128 + 128] = values[i].tobytes()
@@ -89,7 +89,7 @@ def test_split_index_cache(scale, index, device):
     values = torch.full((5, 32, 1, 128), 77, dtype=torch.int8)
     scales = torch.full((5, 32, 1), 3.0, dtype=scale)
     want_values, want_scales = values.clone(), scales.clone()
-    new, by = quantised(k, "int8", "fp32")
+    new, by = quantized(k, "int8", "fp32")
     for i, slot in there(slots, 160):
         want_values[slot // 32, slot % 32, 0] = torch.from_numpy(new[i].view(np.int8))
         want_scales[slot // 32, slot % 32, 0] = torch.tensor(by[i]).to(scale)
@@ -118,7 +118,7 @@ def test_latent_rows(row_layout, kind, scale_format, page, between, device, back
     wanted = [bytearray(each.contiguous().numpy().tobytes()) for each in rows]
     alpha = 0.75 if page == 128 else None
     tiles = ckv.unflatten(1, (4, 128))
-    values, scales = quantised(tiles, kind, scale_format, 1.0 if alpha is None else alpha)
+    values, scales = quantized(tiles, kind, scale_format, 1.0 if alpha is None else alpha)
     at_rope, at_scale = (528, 512) if row_layout == "nope_scale_rope" else (512, 640)
     for i, slot in there(slots, 2 * page):
         raw, first = wanted[slot // page], slot % page * 656
@@ -152,7 +152,7 @@ def test_v4_rows(page, step, dtype, device, backend):
     rope = torch.randn(20, 64).bfloat16()
     raw = (torch.arange(24 * step) % 251).to(torch.uint8).view(24, step)
     wanted = [bytearray(each.numpy().tobytes()) for each in raw]
-    values, scales = quantised(x.bfloat16(), "fp8", "ue8m0")
+    values, scales = quantized(x.bfloat16(), "fp8", "ue8m0")
     for i, slot in there(slots, 24 * page):
         into, t = wanted[slot // page], slot % page
         into[t * 576 : t * 576 + 448] = values[i].tobytes()
@@ -177,7 +177,7 @@ def test_latent_rows_without_rotary_keys(row_layout, kind, scale_format, device,
     ckv, slots = hostile(20, 512), some_slots(20, 2 * page)
     rows = pages_of(2, page, 528, between)
     wanted = [bytearray(each.contiguous().numpy().tobytes()) for each in rows]
-    values, scales = quantised(ckv.unflatten(1, (4, 128)), kind, scale_format)
+    values, scales = quantized(ckv.unflatten(1, (4, 128)), kind, scale_format)
     for i, slot in there(slots, 2 * page):
         raw, first = wanted[slot // page], slot % page * 528
         raw[first : first + 512] = values[i].tobytes()
@@ -283,7 +283,7 @@ def test_v4_rows_that_are_refused(options, sentence):
 def test_queries(kind, scale_format, dtype, packed, device):
     shape = (21, 5, 128) if packed else (3, 7, 5, 128)
     q, weights = hostile(*shape, dtype=dtype), torch.randn(shape[:-1]).to(dtype)
-    want, by = quantised(q, kind, scale_format)
+    want, by = quantized(q, kind, scale_format)
     # heads and tokens apart
     wide = torch.zeros(*shape[:-2], 2 * shape[-2], 128, dtype=dtype, device=device)
     given = wide[..., ::2, :].copy_(q)
@@ -320,7 +320,7 @@ def test_hadamard(device):
 
 @pytest.mark.parametrize("hadamard_round", ["bf16", "fp32"])
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_transformed_before_they_are_quantised(kind, hadamard_round, device):
+def test_transformed_before_they_are_quantized(kind, hadamard_round, device):
     """The same bytes as of what `hadamard` gives, once it is rounded as asked."""
     x = torch.randn(16, 128).bfloat16()
     turned = custom.hadamard(x.float())
@@ -329,7 +329,7 @@ def test_transformed_before_they_are_quantised(kind, hadamard_round, device):
     q = x.view(1, 4, 4, 128).to(device)
     weights = torch.ones(1, 4, 4, device=device)
     got, folded, _ = custom.quantize_index_query(q, weights, kind=kind, **options)
-    want, by = quantised(turned, kind, "ue8m0")
+    want, by = quantized(turned, kind, "ue8m0")
     assert np.array_equal(got.cpu().view(torch.uint8).numpy().reshape(16, 128), want)
     assert np.array_equal(folded.cpu().numpy().ravel(), by)
     dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[kind]

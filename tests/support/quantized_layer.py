@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from custom.dispatch.common import quantised as layouts
+from custom.dispatch.common import quantized as layouts
 from torch import Tensor
 
-from . import eight_bits
+from . import quantization
 from .golden import Layer
 from .kernels import INTERPRETED
 from .prologs import FORMS
@@ -40,7 +40,7 @@ def half(device) -> torch.dtype:
 
 
 class Call:
-    """A drawn layer and tokens, weights quantised as `mode` says, and the two calls."""
+    """A drawn layer and tokens, weights quantized as `mode` says, and the two calls."""
 
     def __init__(
         self, device, mode: int, form: str = "4-D NZ", dtype=None, index_mode=None, **sizes
@@ -55,8 +55,8 @@ class Call:
             for name, (argument, of_scale, modes) in table.items():
                 w, values = getattr(drawn, name), getattr(drawn, name).to(self.dtype)
                 if of_op[op] in modes:
-                    values, scale = eight_bits.weight(w, KINDS[of_op[op]])
-                    stands[name] = eight_bits.dequantised(values, scale)
+                    values, scale = quantization.weight(w, KINDS[of_op[op]])
+                    stands[name] = quantization.dequantized(values, scale)
                     self.given[op][of_scale] = scale.to(device)
                 self.given[op][argument] = shape(values).to(device)
         # the weights that are multiplied, in float64

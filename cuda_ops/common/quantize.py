@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...dispatch.common import quantised
+from ...dispatch.common import quantized
 from . import gpu
 
 # what a kernel reads: floats, e4m3 that the GPU converts, e4m3 as bytes, int8
@@ -52,7 +52,7 @@ def bf16_rounded(x):
 
 @triton.jit
 def rotated(x, HADAMARD: tl.constexpr, BF16: tl.constexpr):
-    """An index query or key before it is quantised."""
+    """An index query or key before it is quantized."""
     if HADAMARD:
         x = hadamard(x, 0.08838834764831845)
         if BF16:
@@ -138,7 +138,7 @@ def stored(scale, dtype: tl.constexpr):
     return scale.to(dtype)
 
 
-def in_bytes(values: Tensor) -> Tensor:
+def as_bytes(values: Tensor) -> Tensor:
     """What a kernel is given to write values of either kind."""
     return values if values.dtype is torch.int8 else values.view(torch.uint8)
 
@@ -158,7 +158,7 @@ def to_write(device: torch.device) -> int:
 
 
 def unsupported(**inputs: Any) -> str | None:
-    """Why these are not quantised, or None."""
+    """Why these are not quantized, or None."""
     for name, x in inputs.items():
         if x.dtype is torch.float64:
             return f"{name} is {x.dtype}, supported float16, bfloat16 and float32"
@@ -167,4 +167,4 @@ def unsupported(**inputs: Any) -> str | None:
 
 def kind_of(kind: str) -> int:
     """The KIND that a writer is compiled for."""
-    return INT8.value if quantised.VALUES[kind] is torch.int8 else FP8.value
+    return INT8.value if quantized.VALUES[kind] is torch.int8 else FP8.value

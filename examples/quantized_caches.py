@@ -3,7 +3,7 @@
 """What caches of 8 bits cost in quality: a small DeepSeek-V3.2 layer learns text, then reads its
 index keys and latents from caches in bf16, fp8 and int8.
 
-Recall is the share of the positions selected from bf16 keys that are selected from the quantised
+Recall is the share of the positions selected from bf16 keys that are selected from the quantized
 ones too; drift is the difference of the logits, relative to them.
 """
 

@@ -3,8 +3,8 @@
 """Both prologs where weights or caches have 8 bits, no op itself: int8, with the working dtype
 beside it wherever a weight or a cache keeps that.
 
-    x  quantised, unless it came so       -> sums of its products
-    sums  -> norms, rotations, cache rows -> the query's latent, quantised in the same launch
+    x  quantized, unless it came so       -> sums of its products
+    sums  -> norms, rotations, cache rows -> the query's latent, quantized in the same launch
     c by its weight                       -> heads: scales, rotation; absorption
 """
 
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...dispatch.common import layer, memory, quantised
+from ...dispatch.common import layer, memory, quantized
 from ...dispatch.ops.prolog.indexer_prolog_pto import Arguments as IndexerArguments
 from ...dispatch.ops.prolog.mla_prolog_pto import Arguments as MlaArguments
-from ..common import quantise, tiling
-from . import absorption, narrow_product, narrow_rows, product
-from .narrow_product import Rows, Sums
-from .narrow_rows import Rotation
+from ..common import quantize, tiling
+from . import absorption, product, quantized_product, quantized_rows
+from .quantized_product import Rows, Sums
+from .quantized_rows import Rotation
 
 _FP8 = "the cube and vector units of A2 and A3 have int8 and no fp8"
 
@@ -33,7 +33,7 @@ def unsupported(
     """Why neither prolog takes weights of this mode or this cache of 8 bits, or None."""
     if weight_quant_mode == 4:
         return f"weight_quant_mode=4: {_FP8}"
-    if cache is not None and quantised.typed(cache, number).dtype is not torch.int8:
+    if cache is not None and quantized.typed(cache, number).dtype is not torch.int8:
         return f"a cache of fp8: {_FP8}"
     return None
 
@@ -58,8 +58,8 @@ def _products(
         sizes = [size for _, size, _ in weights]
         made = product.in_parts(x, [(w, size) for w, size, _ in weights], weight_format)
         return [Sums(part) for part in made.split(sizes, -1)]
-    given = Rows(x, x_scale) if x_scale is not None else Rows(*quantise.of_rows(x))
-    return narrow_product.sums(given, scaled, weight_format)
+    given = Rows(x, x_scale) if x_scale is not None else Rows(*quantize.of_rows(x))
+    return quantized_product.sums(given, scaled, weight_format)
 
 
 def mla(**x: Unpack[MlaArguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
@@ -81,9 +81,9 @@ def mla(**x: Unpack[MlaArguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
     query, query_rope = absorption.room(batch, length, weight_uk, rotary, rmsnorm_gamma_cq.dtype)
     of_query, of_rope = query.flatten(0, 1), query_rope.flatten(0, 1)
     query_norm = new(tokens, rank)
-    narrow = dequant_scale_w_uq_qr is not None
+    is_quantized = dequant_scale_w_uq_qr is not None
     c = Rows(query_norm)
-    if narrow:
+    if is_quantized:
         scale = memory.empty((tokens, 1), torch.float32, device)
         c = Rows(memory.empty((tokens, rank), torch.int8, device), scale)
     if tokens:
@@ -97,24 +97,24 @@ def mla(**x: Unpack[MlaArguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
             weight_format,
         )
         rotation = Rotation(rope_sin, rope_cos, rope_interleaved)
-        of = narrow_rows.Latent(
+        of = quantized_rows.Latent(
             rmsnorm_gamma_cq,
             x["rmsnorm_gamma_ckv"],
             x["rmsnorm_epsilon_cq"],
             x["rmsnorm_epsilon_ckv"],
-            quantised.typed(x["kv_cache"], x["kv_cache_dtype"]),
+            quantized.typed(x["kv_cache"], x["kv_cache_dtype"]),
             x["kr_cache"],
             x["cache_index"],
             x["row_layout"] if x["kv_cache_quant_mode"] else None,
             x["k_nope_clip_alpha"],
             x["smooth_scales_cq"],
         )
-        narrow_rows.of_latents(down, key, of, rotation, query_norm, c)
+        quantized_rows.of_latents(down, key, of, rotation, query_norm, c)
         if dequant_scale_w_uq_qr is not None:
             to_absorb = new(tokens, heads, plain)
             scaled = [(weight_uq_qr, dequant_scale_w_uq_qr)]
-            (q,) = narrow_product.sums(c, scaled, weight_format, 1)
-            narrow_rows.of_query_heads(q, rotation, to_absorb, of_rope)
+            (q,) = quantized_product.sums(c, scaled, weight_format, 1)
+            quantized_rows.of_query_heads(q, rotation, to_absorb, of_rope)
             product.heads(to_absorb, weight_uk, of_query)
         else:
             both = new(tokens, heads, plain + rotary)
@@ -135,14 +135,14 @@ def indexer(heads: int, **x: Unpack[IndexerArguments]) -> tuple[Tensor, Tensor]:
     batch, length, hidden = token_x.shape
     tokens, size, rank = batch * length, ln_gamma_k.shape[0], query_norm.shape[-1]
     dtype, device = token_x.dtype, token_x.device
-    in_bytes = index_k_scale_cache is not None
-    query = memory.empty((tokens, heads, size), torch.int8 if in_bytes else dtype, device)
+    index_quantized = index_k_scale_cache is not None
+    query = memory.empty((tokens, heads, size), torch.int8 if index_quantized else dtype, device)
     weights = memory.empty((tokens, heads), dtype, device)
-    folded = memory.empty((tokens, heads), torch.float32, device) if in_bytes else None
+    folded = memory.empty((tokens, heads), torch.float32, device) if index_quantized else None
     if tokens:
         rows, c = token_x.view(tokens, hidden), query_norm.view(tokens, rank)
         rotation = Rotation(x["rope_sin"], x["rope_cos"], x["rope_interleaved"])
-        of = narrow_rows.Index(
+        of = quantized_rows.Index(
             ln_gamma_k,
             x["ln_beta_k"],
             x["ln_epsilon"],
@@ -156,24 +156,24 @@ def indexer(heads: int, **x: Unpack[IndexerArguments]) -> tuple[Tensor, Tensor]:
         else:
             given_both = [(weight_k, size, None), (weight_proj, heads, None)]
             key, proj = _products(rows, None, given_both, weight_format)
-        narrow_rows.of_index_keys(key, proj, of, rotation, weights)
+        quantized_rows.of_index_keys(key, proj, of, rotation, weights)
         if dequant_scale_w_qb is not None:
             given = (c, dequant_scale_q_norm)
             if dequant_scale_q_norm is None:
-                given = quantise.of_rows(c, x["smooth_scales_cq"])
+                given = quantize.of_rows(c, x["smooth_scales_cq"])
             scaled = [(weight_qb, dequant_scale_w_qb)]
-            (q,) = narrow_product.sums(Rows(*given), scaled, weight_format, 1)
+            (q,) = quantized_product.sums(Rows(*given), scaled, weight_format, 1)
         else:
             q = Sums(memory.empty((1, tokens, heads * size), dtype, device))
             product.weights(c, [(weight_qb, q.parts[0])], weight_format)
-        narrow_rows.of_index_heads(q, rotation, weights, query, folded)
+        quantized_rows.of_index_heads(q, rotation, weights, query, folded)
     shape = (batch, length, heads)
     return query.view(*shape, size), (weights if folded is None else folded).view(shape)
 
 
 def both(a: layer.Whole, index_heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(query, query_rope, query_index, weights) of a layer whose weights are all of int8: x and its
-    norm are quantised once, and their products share a launch."""
+    norm are quantized once, and their products share a launch."""
     (batch, length, hidden), (heads, plain, _) = a.x.shape, a.w_uk.shape
     tokens, rank, size = batch * length, a.gamma_cq.shape[0], a.in_gamma_k.shape[0]
     rotary, device = a.sin.shape[-1], a.x.device
@@ -183,11 +183,11 @@ def both(a: layer.Whole, index_heads: int) -> tuple[Tensor, Tensor, Tensor, Tens
 
     query, query_rope = absorption.room(batch, length, a.w_uk, rotary, a.x.dtype)
     keys, scales = a.index_cache()
-    in_bytes = scales is not None
-    kind = torch.int8 if in_bytes else a.x.dtype
+    index_quantized = scales is not None
+    kind = torch.int8 if index_quantized else a.x.dtype
     query_index = memory.empty((tokens, index_heads, size), kind, device)
     weights = new(tokens, index_heads)
-    folded = memory.empty((tokens, index_heads), torch.float32, device) if in_bytes else None
+    folded = memory.empty((tokens, index_heads), torch.float32, device) if index_quantized else None
     if tokens:
         query_norm, to_absorb = new(tokens, rank), new(tokens, heads, plain)
         scale = memory.empty((tokens, 1), torch.float32, device)
@@ -205,27 +205,29 @@ def both(a: layer.Whole, index_heads: int) -> tuple[Tensor, Tensor, Tensor, Tens
             (a.w_uq_qr, a.dequant_scale_w_uq_qr),
             (a.w_idx_qb, a.dequant_scale_w_idx_qb),
         ]
-        down, latents, key = narrow_product.sums(Rows(*quantise.of_rows(x)), first, a.weight_format)
-        of = narrow_rows.Latent(
+        down, latents, key = quantized_product.sums(
+            Rows(*quantize.of_rows(x)), first, a.weight_format
+        )
+        of = quantized_rows.Latent(
             a.gamma_cq,
             a.gamma_ckv,
             a.rms_norm_eps,
             a.rms_norm_eps,
-            a.rows() if a.in_rows else a.kv_cache,
+            a.rows() if a.kv_quantized else a.kv_cache,
             a.kr_cache,
             a.cache_index,
-            a.row_layout if a.in_rows else None,
+            a.row_layout if a.kv_quantized else None,
             a.k_nope_clip_alpha,
             a.smooth_scales_cq,
         )
-        narrow_rows.of_latents(down, latents, of, rotation, query_norm, c)
-        index = narrow_rows.Index(
+        quantized_rows.of_latents(down, latents, of, rotation, query_norm, c)
+        index = quantized_rows.Index(
             a.in_gamma_k, a.in_beta_k, a.layer_norm_eps, keys, scales, a.cache_index
         )
-        narrow_rows.of_index_keys(key, proj, index, of_index, weights)
-        q, of_indexer = narrow_product.sums(c, second, a.weight_format, 1)
-        narrow_rows.of_query_heads(q, rotation, to_absorb, query_rope.flatten(0, 1))
-        narrow_rows.of_index_heads(of_indexer, of_index, weights, query_index, folded)
+        quantized_rows.of_index_keys(key, proj, index, of_index, weights)
+        q, of_indexer = quantized_product.sums(c, second, a.weight_format, 1)
+        quantized_rows.of_query_heads(q, rotation, to_absorb, query_rope.flatten(0, 1))
+        quantized_rows.of_index_heads(of_indexer, of_index, weights, query_index, folded)
         product.heads(to_absorb, a.w_uk, query.flatten(0, 1))
     shape = (batch, length, index_heads)
     given = weights if folded is None else folded

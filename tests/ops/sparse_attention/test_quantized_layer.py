@@ -10,8 +10,8 @@ import torch
 import custom
 
 from ...support.calls import CPU
-from ...support.narrow_caches import LENGTHS, TABLE, Caches, K, layer_arguments
-from ...support.narrow_layer import INDEXER, MLA, Call, P, S
+from ...support.quantized_caches import LENGTHS, TABLE, Caches, K, layer_arguments
+from ...support.quantized_layer import INDEXER, MLA, Call, P, S
 from ...support.ragged import run
 
 LAYER = "npu_sparse_attention_pto"

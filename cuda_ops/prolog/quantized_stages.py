@@ -2,19 +2,19 @@
 # Copyright the npu-custom-ops authors
 """What both prologs are made of where weights or caches have 8 bits, no op itself.
 
-    products         x by several weights, quantised once
+    products         x by several weights, quantized once
     latent_tokens    sums -> query norm, also as its product takes it; cache rows of either kind
     query_heads      c -> absorbed latent query, rotated query heads
     index_product    c -> sums of the index heads
     index_side       sums, c -> index keys of either kind, head weights; rotated index heads,
-                     quantised with their scales in the weights
+                     quantized with their scales in the weights
 
 `query_heads`:
 
     condition                                         kernels
-    Hopper, 96 heads to one a processor, up to 256    hopper/quantised_heads.py
+    Hopper, 96 heads to one a processor, up to 256    hopper/quantized_heads.py
       tokens, e4m3 as a checkpoint has it
-    weights of 8 bits                                 quantised_matmul.py then stages.py
+    weights of 8 bits                                 quantized_matmul.py then stages.py
     else                                              stages.py
 
 `latent_tokens`, and `index_side`, whose queries of floats are those of stages.py:
@@ -26,7 +26,7 @@
     any          _index
 
 Sums are float32 [RUNS, T, N], views of what a product gave.  Rounding is where stages.py rounds,
-and quantisation is behind it: caches have the bytes of their writers.
+and quantization is behind it: caches have the bytes of their writers.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...dispatch.common import memory, quantised
-from ..common import gpu, quantise
+from ...dispatch.common import memory, quantized
+from ..common import gpu, quantize
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
-from . import quantised_matmul, stages
-from .hopper import quantised_heads as hopper_heads
+from . import quantized_matmul, stages
+from .hopper import quantized_heads as hopper_heads
 from .nz_matmul import product
-from .quantised_matmul import Rows, Weight
+from .quantized_matmul import Rows, Weight
 from .stages import (
     angle,
     index_key,
@@ -95,12 +95,12 @@ def products(
     rows, second = dict(rows), False
     for kind, _ in groups:
         if kind not in rows:
-            name = quantised.kind_of(kind)
+            name = quantized.kind_of(kind)
             assert name is not None  # the check said so
-            [rows[kind]] = quantised_matmul.activations([(x, None)], name, scale_format)
+            [rows[kind]] = quantized_matmul.activations([(x, None)], name, scale_format)
             first, second = False, not late
     for (kind, form), group in groups.items():
-        part = quantised_matmul.product(
+        part = quantized_matmul.product(
             rows[kind],
             group,
             form,
@@ -135,7 +135,7 @@ def _store_tiles(
     J_PAD: tl.constexpr = triton.next_power_of_2(J)
     WIDE: tl.constexpr = SIZE if SIZE < J_PAD else J_PAD
     TILES: tl.constexpr = J_PAD // WIDE
-    values, scale = quantise.of_floats(tl.reshape(normed, [TILES, WIDE]), alpha, KIND, UE8M0)
+    values, scale = quantize.of_floats(tl.reshape(normed, [TILES, WIDE]), alpha, KIND, UE8M0)
     j = tl.arange(0, J_PAD)
     tl.store(to + j, tl.reshape(values, [J_PAD]), mask=(j < J) & mask)
     tile = tl.arange(0, TILES)
@@ -170,7 +170,7 @@ def _store_norm(
         gdc_wait()
     j, mask, normed = rms_normed(down, stride, g, eps, Q, RUNS, dtype)
     tl.store(query_norm + j, normed, mask=mask)
-    if KIND != quantise.PLAIN:
+    if KIND != quantize.PLAIN:
         # of numbers that are none a tile keeps zeros
         u = tl.where(mask, normed.to(tl.float32), 0.0) * by
         _store_tiles(u, c, c_scales, Q, TILE, True, 1.0, KIND, UE8M0)
@@ -207,7 +207,7 @@ def _store_row(
     j, mask, normed, d, d_mask, key = latent_and_key(
         latent, stride, gamma, cos, sin, eps, R, D, RUNS, INTERLEAVED, dtype, CHAINED
     )
-    if KIND == quantise.PLAIN:
+    if KIND == quantize.PLAIN:
         tl.store(kv_row + j, normed, mask=mask & present)
     else:
         _store_tiles(normed.to(tl.float32), kv_row, scales, R, 128, present, fits, KIND, UE8M0)
@@ -277,7 +277,7 @@ def _latent_tokens(
     slot = tl.where(present, slot, 0)
     outer = slot // page
     inner = slot % page
-    if C.C_KIND != quantise.PLAIN:
+    if C.C_KIND != quantize.PLAIN:
         c += token * C.Q
         c_scales += token * OF_C
     if role == 0:
@@ -338,7 +338,7 @@ class Latent:
     sin: Tensor
     cos: Tensor
     interleaved: bool
-    in_rows: bool
+    kv_quantized: bool
     row_layout: str
     scale_format: str
     alpha: Tensor | None
@@ -352,20 +352,20 @@ def latent_tokens(
     dtype, device = of.gamma_cq.dtype, down.device
     query_norm = memory.empty((tokens, ranks), dtype, device)
     c = Rows(query_norm)
-    tile = power_of_two(ranks) if kind == "int8" else quantised.TILE
+    tile = power_of_two(ranks) if kind == "int8" else quantized.TILE
     if kind is not None:
         c = Rows(
-            memory.empty((tokens, ranks), quantised.VALUES[kind], device),
+            memory.empty((tokens, ranks), quantized.VALUES[kind], device),
             memory.empty((tokens, cdiv(ranks, tile)), torch.float32, device),
         )
     kv, rope, scales = of.kv_cache, of.kr_cache, of.kv_cache
-    kv_kind = quantise.PLAIN.value
-    if of.in_rows:
+    kv_kind = quantize.PLAIN.value
+    if of.kv_quantized:
         values = of.kv_cache.dtype
-        kv, rope, scales = quantised.row_parts(
-            of.kv_cache, of.row_layout, values, quantised.rotary_dtype(query_norm)
+        kv, rope, scales = quantized.row_parts(
+            of.kv_cache, of.row_layout, values, quantized.rotary_dtype(query_norm)
         )
-        kv, kv_kind = quantise.in_bytes(kv), quantise.kind_of(_kind(values))
+        kv, kv_kind = quantize.as_bytes(kv), quantize.kind_of(_kind(values))
     pages, page = of.kv_cache.shape[:2]
     chained = gpu.has_chained_launch(device)
     launches.kernel(_latent_tokens, tokens, 2)(
@@ -379,7 +379,7 @@ def latent_tokens(
         of.cos,
         of.cache_index,
         query_norm,
-        quantise.in_bytes(c.values) if kind else None,
+        quantize.as_bytes(c.values) if kind else None,
         c.scale,
         kv,
         rope,
@@ -400,7 +400,7 @@ def latent_tokens(
             LATENT=latent.stride(1),
             DOWN_RUNS=down.shape[0],
             RUNS=latent.shape[0],
-            C_KIND=quantise.PLAIN.value if kind is None else quantise.kind_of(kind),
+            C_KIND=quantize.PLAIN.value if kind is None else quantize.kind_of(kind),
             KV_KIND=kv_kind,
             C_TILE=tile,
             KV_SLOT=kv.stride(1),
@@ -419,7 +419,7 @@ def latent_tokens(
 
 
 def _kind(dtype: torch.dtype) -> str:
-    kind = quantised.kind_of(dtype)
+    kind = quantized.kind_of(dtype)
     assert kind is not None  # the check said so
     return kind
 
@@ -451,13 +451,13 @@ def _store_key(
     j, mask, u = index_key(
         key, stride, gamma, beta, cos, sin, eps, DI, D, RUNS, INTERLEAVED, dtype, CHAINED
     )
-    if KIND == quantise.PLAIN:
+    if KIND == quantize.PLAIN:
         tl.store(to + j, u, mask=mask & present)
     else:
-        row = quantise.rotated(tl.reshape(u.to(tl.float32), [1, DI]), HADAMARD, BF16)
-        values, scale = quantise.of_floats(row, 1.0, KIND, UE8M0)
+        row = quantize.rotated(tl.reshape(u.to(tl.float32), [1, DI]), HADAMARD, BF16)
+        values, scale = quantize.of_floats(row, 1.0, KIND, UE8M0)
         tl.store(to + j, tl.reshape(values, [DI]), mask=present)
-        scale = quantise.stored(scale, scales.dtype.element_ty)
+        scale = quantize.stored(scale, scales.dtype.element_ty)
         one = tl.arange(0, 1)
         tl.store(scales + one, scale, mask=present & (one == 0))
 
@@ -487,7 +487,7 @@ def _store_queries(
     dtype: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """HEADS index heads of a token: rotated, rounded, quantised; the scales go into the weights."""
+    """HEADS index heads of a token: rotated, rounded, quantized; the scales go into the weights."""
     head = first + tl.arange(0, HEADS)
     valid = head < NI
     mask = valid[:, None]
@@ -505,8 +505,8 @@ def _store_queries(
     u = u.to(tl.float32)
     x = turned(u, v.to(tl.float32), j[None, :], c[None, :], s[None, :], D)
     x = tl.where((j < D)[None, :], x.to(dtype).to(tl.float32), u)
-    x = quantise.rotated(x, HADAMARD, BF16)
-    x, scale = quantise.of_floats(x, 1.0, KIND, UE8M0)
+    x = quantize.rotated(x, HADAMARD, BF16)
+    x, scale = quantize.of_floats(x, 1.0, KIND, UE8M0)
     tl.store(values + head[:, None] * DI + j[None, :], x, mask=mask & (j >= 0)[None, :])
     tl.store(folded + head, weight * scale, mask=valid)
 
@@ -642,19 +642,19 @@ class Index:
     def kind(self) -> int:
         """Of the cache."""
         if self.scales is None:
-            return quantise.PLAIN.value
-        return quantise.kind_of(_kind(self.keys.dtype))
+            return quantize.PLAIN.value
+        return quantize.kind_of(_kind(self.keys.dtype))
 
 
 def _index_stage(
     key: Tensor, proj: Tensor, q: Tensor | None, values: Tensor | None, weights: Tensor, of: Index
 ) -> None:
-    """Keys into the cache, head weights; with `q` [RUNS, T, NI DI] its quantised heads."""
+    """Keys into the cache, head weights; with `q` [RUNS, T, NI DI] its quantized heads."""
     tokens, heads = weights.shape
     pages, page = of.keys.shape[:2]
     keys, scales = of.keys, of.keys
     if of.scales is not None:
-        keys, scales = quantise.in_bytes(of.keys), of.scales
+        keys, scales = quantize.as_bytes(of.keys), of.scales
     chained = gpu.has_chained_launch(key.device)
     launches.kernel(_index, tokens, 1 if q is None else 1 + cdiv(heads, HEADS))(
         key,
@@ -668,7 +668,7 @@ def _index_stage(
         keys,
         scales,
         weights,
-        None if values is None else quantise.in_bytes(values),
+        None if values is None else quantize.as_bytes(values),
         tokens,
         page,
         pages * page,
@@ -708,7 +708,7 @@ def index_product(
     """c W_qb [RUNS, T, NI DI]; None where both are floats, and index_side makes the queries."""
     if weight.scale is not None:
         form = weight.form(weight_format)
-        return quantised_matmul.product(
+        return quantized_matmul.product(
             c, [weight], form, of.gamma.dtype, first=first, second=second
         )
     if of.scales is not None:
@@ -752,7 +752,7 @@ def is_one_launch(c: Rows, weight: Weight, weight_format: str, w_uk: Tensor, sin
     """Whether query_heads is."""
     if weight.scale is None:
         return stages.is_one_launch(c.values, weight.values, weight_format, w_uk, sin)
-    direct = quantised_matmul.is_direct(weight.values, weight.form(weight_format))
+    direct = quantized_matmul.is_direct(weight.values, weight.form(weight_format))
     return direct and hopper_heads.supports(c.values, weight.values, w_uk, sin.shape[-1])
 
 
@@ -787,9 +787,9 @@ def query_heads(
     if is_one_launch(c, weight, weight_format, w_uk, sin):
         assert c.scale is not None  # as the weight has one
         hopper_heads.launch(
-            quantise.to_read(c.values)[0],
+            quantize.to_read(c.values)[0],
             c.scale,
-            quantise.to_read(weight.values)[0],
+            quantize.to_read(weight.values)[0],
             weight.scale,
             w_uk,
             sin,
@@ -801,6 +801,6 @@ def query_heads(
         )
         return query, query_rope
     form = weight.form(weight_format)
-    q = quantised_matmul.product(c, [weight], form, w_uk.dtype, forked=forked)
+    q = quantized_matmul.product(c, [weight], form, w_uk.dtype, forked=forked)
     stages.query_stage(q, sin, cos, w_uk, query, query_rope, interleaved)
     return query, query_rope

@@ -73,7 +73,7 @@ def of_rows(x: Tensor, smooth: Tensor | None = None) -> tuple[Tensor, Tensor]:
     rows, size = x.shape
     values = memory.empty((rows, size), torch.int8, x.device)
     scales = memory.empty((rows, 1), torch.float32, x.device)
-    config = tune.only("quantise.activations")
+    config = tune.only("quantize.activations")
     activations[(min(rows, cores.vector()),)](
         x, smooth, values, scales, rows, size, **config.keywords
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """Products of int8 rows with int8 weights, in int32 and on the cube alone; the vector kernel that
-comes next multiplies the scales in (narrow_rows.py).
+comes next multiplies the scales in (quantized_rows.py).
 
     nz_sums   x [M, K] @ W for up to three W, as FRACTAL_NZ bytes [N/32, K, 32] each
     nd_sums   x [M, K] @ W, row-major [K, N] or a checkpoint's own [N, K]
@@ -226,7 +226,7 @@ def _by_panels(
 
 def _by_rows(x: Tensor, w: Tensor, out: Tensor, linear: bool) -> None:
     (rows, depth), columns = x.shape, out.shape[1]
-    config = product.by_height("narrow_product.nd_sums", rows)
+    config = product.by_height("quantized_product.nd_sums", rows)
     tiles = -(-rows // config.tiles["ROWS"]) * -(-columns // config.tiles["COLUMNS"])
     nd_sums[(min(tiles, cores.cube()),)](
         x,
@@ -247,7 +247,7 @@ def _cut(x: Tensor, sizes: Sequence[int], most: int) -> tuple[tune.Config, int]:
     """The tiles and the number of parts of the depth, at most so many, with which a core of 24
     reads the least: from the shapes alone, like all that decides about a sum."""
     rows, depth = x.shape
-    found = product.covering("narrow_product.nz_sums", rows)
+    found = product.covering("quantized_product.nz_sums", rows)
 
     def parts(config: tune.Config) -> list[int]:
         step = config.tiles["DEPTH"]
@@ -265,7 +265,7 @@ def _cut(x: Tensor, sizes: Sequence[int], most: int) -> tuple[tune.Config, int]:
     fitting = [config for config in found if config.tiles["ROWS"] == least]
     smaller = [config for config in found if config.tiles["ROWS"] < least]
     ranked = sorted(fitting, key=lambda config: cost(config, best(config)))
-    config = tune.choose("narrow_product.nz_sums", ranked + smaller)
+    config = tune.choose("quantized_product.nz_sums", ranked + smaller)
     return config, best(config)
 
 

@@ -8,7 +8,7 @@ cores: scales of the products, norms and rotations as in rows.py, scales of what
     query_heads   -> heads for the absorption, and their rotated dims
     index_heads   -> rotated index heads, or int8 ones, whose scales go into the head weights
 
-Rounding is where rows.py rounds, and quantisation behind it: caches have the bytes of their
+Rounding is where rows.py rounds, and quantization behind it: caches have the bytes of their
 writers.
 """
 
@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...dispatch.common import quantised
-from ..common import cores, entry, quantise, ragged, tune, tuples
+from ...dispatch.common import quantized
+from ..common import cores, entry, quantize, ragged, tune, tuples
 from ..common.cores import turn
-from .narrow_product import Rows, Sums
+from .quantized_product import Rows, Sums
 from .rows import _angles, _pair
 
 
@@ -89,7 +89,7 @@ def _query_norms(
                 u *= tl.load(smooth + d)
             by_c = tl.max(tl.abs(u), 0) / 127.0
             tl.store(c_scale + row, by_c)
-            tl.store(c + to, quantise.rounded(u / quantise.divisor(by_c)))
+            tl.store(c + to, quantize.rounded(u / quantize.divisor(by_c)))
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def _latent_rows(
         if scales is not None:
             of_tiles = tl.where(there, TILES, 0)
             tiles = normed.to(tl.float32).reshape(TILES, LATENT // TILES)
-            values, by = quantise.of_floats(tiles, fits)
+            values, by = quantize.of_floats(tiles, fits)
             e = t[:, None] * (LATENT // TILES) + tl.arange(0, LATENT // TILES)[None]
             tl.store(to + e, values, mask=(t < of_tiles)[:, None])
             tl.store(scales + outer * scale_page + inner * SCALE_ROW + t, by, mask=t < of_tiles)
@@ -374,14 +374,14 @@ def index_keys(
                 others = others.to(tl.float32)
                 amax = tl.maximum(amax, tl.max(tl.abs(others), 0))
             by = amax / 127.0
-            divisor = quantise.divisor(by)
+            divisor = quantize.divisor(by)
             if ROTARY > 0:
-                first = quantise.rounded(first / divisor)
-                second = quantise.rounded(second / divisor)
+                first = quantize.rounded(first / divisor)
+                second = quantize.rounded(second / divisor)
             if REST > 0:
-                others = quantise.rounded(others / divisor)
+                others = quantize.rounded(others / divisor)
             by = tl.zeros((1,), tl.float32) + by
-            by = quantise.stored(by, scales.dtype.element_ty)
+            by = quantize.stored(by, scales.dtype.element_ty)
             of_scale = scales + outer * scale_page + inner + one
             tl.store(of_scale, by, mask=one < tl.where(there, 1, 0))
         if ROTARY > 0:
@@ -561,12 +561,12 @@ def index_heads(
                 rest = rest.to(tl.float32)
                 amax = tl.maximum(amax, tl.max(tl.abs(rest), 1))
             by = amax / 127.0
-            divisor = quantise.divisor(by)[:, None]
+            divisor = quantize.divisor(by)[:, None]
             if ROTARY > 0:
-                first = quantise.rounded(first / divisor)
-                second = quantise.rounded(second / divisor)
+                first = quantize.rounded(first / divisor)
+                second = quantize.rounded(second / divisor)
             if REST > 0:
-                rest = quantise.rounded(rest / divisor)
+                rest = quantize.rounded(rest / divisor)
             w = tl.load(weights + row * heads + n, mask=n < heads, other=0.0).to(tl.float32)
             tl.store(folded + row * heads + n, w * by, mask=n < heads)
         if ROTARY > 0:
@@ -614,13 +614,13 @@ def of_latents(
     the query's latent, and `c`, the same in int8, unless it is the norm itself."""
     parts, rows, rank = x.parts.shape
     latent, rotary = of.gamma_ckv.shape[0], rotation.sin.shape[-1]
-    narrow = c.scale is not None
+    is_quantized = c.scale is not None
     caches: tuple[Tensor, Tensor, Tensor | None] = (of.kv_cache, of.kr_cache, None)
     if of.row_layout is not None:
-        caches = quantised.row_parts(of.kv_cache, of.row_layout, torch.int8, query_norm.dtype)
+        caches = quantized.row_parts(of.kv_cache, of.row_layout, torch.int8, query_norm.dtype)
     in_latents, in_rotary, scales = caches
     pages, page = of.kv_cache.shape[:2]
-    config = tune.at_least("narrow_rows.latents", "MOST", rank, latent, rotary)
+    config = tune.at_least("quantized_rows.latents", "MOST", rank, latent, rotary)
     latents[(min(2 * rows, cores.vector()),)](
         x.parts,
         y.parts,
@@ -633,7 +633,7 @@ def of_latents(
         of.gamma_cq,
         of.smooth,
         query_norm,
-        c.values if narrow else None,
+        c.values if is_quantized else None,
         c.scale,
         of.epsilon_cq,
         y.by_column,
@@ -665,7 +665,7 @@ def of_latents(
 
 def widest() -> int:
     """The longest latent of a query."""
-    return max(config.tiles["MOST"] for config in tune.TABLE["narrow_rows.latents"])
+    return max(config.tiles["MOST"] for config in tune.TABLE["quantized_rows.latents"])
 
 
 @dataclass
@@ -714,7 +714,7 @@ def of_index_keys(x: Sums, y: Sums, of: Index, rotation: Rotation, weights: Tens
         SIZE=of.gamma.shape[0],
         ROTARY=rotation.sin.shape[-1],
         INTERLEAVED=rotation.interleaved,
-        **tune.only("narrow_rows.index_keys").keywords,
+        **tune.only("quantized_rows.index_keys").keywords,
     )
 
 
@@ -722,7 +722,7 @@ def of_query_heads(x: Sums, rotation: Rotation, plain: Tensor, turned: Tensor) -
     """x [1, M, N (Dn + Dr)] to plain [M, N, Dn] and turned [M, N, Dr]."""
     rows, heads, size = plain.shape
     rotary = rotation.sin.shape[-1]
-    config = tune.at_least("narrow_rows.query_heads", "HEAD_TILE", heads, size, rotary)
+    config = tune.at_least("quantized_rows.query_heads", "HEAD_TILE", heads, size, rotary)
     tile = config.tiles["HEAD_TILE"]
     query_heads[(min(rows * -(-heads // tile), cores.vector()),)](
         x.parts,
@@ -752,7 +752,7 @@ def of_index_heads(
     rotary = rotation.sin.shape[-1]
     # heads that do not turn are one piece, which takes more room
     wanted = heads if rotary else 1
-    config = tune.at_least("narrow_rows.index_heads", "HEAD_TILE", wanted, size, rotary)
+    config = tune.at_least("quantized_rows.index_heads", "HEAD_TILE", wanted, size, rotary)
     tile = config.tiles["HEAD_TILE"]
     index_heads[(min(rows * -(-heads // tile), cores.vector()),)](
         x.parts,
