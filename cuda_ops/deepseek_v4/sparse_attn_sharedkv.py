@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...dispatch.common import memory, quantised
+from ...dispatch.common import memory, quantized
 from ...dispatch.common.sharedkv import scale_of
 from ..common import gpu, quantize, sharedkv, softmax
 from ..common.combine import Parts, combine, is_chained
@@ -42,8 +42,8 @@ from .hopper import sparse_attn_sharedkv as hopper
 from .hopper import sparse_attn_sharedkv_decode as decode
 
 # from row to row of a page of 8 bits, in rotary channels and in scales: views of no page have none
-ROTARY_ROW = tl.constexpr(quantised.V4_DATA // 2)
-SCALE_ROW = tl.constexpr(quantised.V4_SCALES)
+ROTARY_ROW = tl.constexpr(quantized.V4_DATA // 2)
+SCALE_ROW = tl.constexpr(quantized.V4_SCALES)
 
 Rows = tuple[Any, Tensor | None, Tensor | None]
 Pair = tuple[Tensor, Tensor]
