@@ -25,9 +25,8 @@ test: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@# mypy sees the packages as they are installed: everything below `custom`
-	@rm -rf $(VENV)/typed && mkdir -p $(VENV)/typed/custom
-	@ln -s $(CURDIR)/custom/* $(CURDIR)/dispatch $(CURDIR)/graph_mode $(VENV)/typed/custom/
+	@# mypy sees the packages as they are installed, everything below `custom`, and no kernels
+	@rm -rf $(VENV)/typed && $(BIN)/python -m tests.tools.typed_tree $(VENV)/typed
 	MYPYPATH=$(VENV)/typed:$(lastword $(sort $(wildcard tests/vllm/stubs/vllm-*))):$(wildcard tests/vllm/stubs/vllm_ascend-*):$(wildcard tests/vllm/stubs/sglang-*) $(BIN)/mypy -p custom
 	@# the examples, and the first lines of README
 	sed -n '/^```python/,/^```$$/{/^```/d;p};/^## /q' README.md > $(VENV)/typed/readme.py

@@ -84,7 +84,8 @@ class Parts:
         if splits == 1:
             return cls(unused, unused, unused, 1)
         sizes = ((count * splits, rank), (count * splits,), (count * splits,))
-        return cls(*(memory.empty(size, torch.float32, unused.device) for size in sizes), splits)
+        out, top, total = (memory.empty(size, torch.float32, unused.device) for size in sizes)
+        return cls(out, top, total, splits)
 
     @property
     def arguments(self) -> dict[str, Tensor]:

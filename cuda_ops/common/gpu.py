@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -113,7 +114,8 @@ def shared_memory(device: torch.device) -> int:
     A100, 227 on an H100 and a B200."""
     if device.type != "cuda":
         return 227 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin
 
 
 def too_small(device: torch.device, **sizes: int) -> str:

@@ -375,7 +375,7 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     d_final_states = a["d_final_states"]
     channels, width = x.shape[-1], weight.shape[0]
     varlen = query_start_loc is not None
-    sequences = query_start_loc.shape[0] - 1 if varlen else x.shape[0]
+    sequences = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
     tokens, length = x.shape[:-1].numel(), x.shape[-2]
     dx = memory.empty(x.shape, x.dtype, x.device)
     BLOCK_T, BLOCK_D, blocks = tile(tokens, channels, x.device)

@@ -210,7 +210,7 @@ def launch(
     """`zeroed` [N, i]: of the kernel that follows, chained to this one, and set to zeros by it."""
     channels, width = x.shape[-1], weight.shape[0]
     varlen = query_start_loc is not None
-    sequences = query_start_loc.shape[0] - 1 if varlen else x.shape[0]
+    sequences = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
     out = memory.empty(x.shape, x.dtype, x.device)
     if out.numel() == 0 or sequences == 0:
         return out.zero_()

@@ -1014,7 +1014,9 @@ def _stored(a: Arguments) -> _Stored:
     size = compressed.channels(a["wkv"], a["coff"])
     shape = compressed.rows(x, a["cu_seqlens"], a["cmp_ratio"])
     out = memory.empty((*shape, size) if a["return_cmp_kv"] else (0,), x.dtype, x.device)
-    how = dict(CACHE=cmp_cache is not None and cmp_cache.numel() > 0, OUT=a["return_cmp_kv"])
+    how: dict[str, Any] = dict(
+        CACHE=cmp_cache is not None and cmp_cache.numel() > 0, OUT=a["return_cmp_kv"]
+    )
     values, scales, channels = cmp_cache, a["cmp_scale_cache"], None
     if cmp_cache is not None and kind == "fp8" and size == quantized.V4_WIDTH:
         values, channels, scales = quantized.v4_parts(cmp_cache)
@@ -1159,7 +1161,9 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
     if is_few(**a):
         return steps(a)[0]
     shape, ring = compressed.rows(x, cu_seqlens, a["cmp_ratio"]), a["cache_mode"] == compressed.RING
-    made = pool(a, shape, a["start_pos"], state_cache, a["state_block_table"], ring)
+    table = a["state_block_table"]
+    assert table is not None  # the check said so
+    made = pool(a, shape, a["start_pos"], state_cache, table, ring)
     to = _stored(a)
     if a["return_cmp_kv"] or to.end.CACHE:
         finish(
@@ -1174,7 +1178,7 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
         )
     width = state_cache.shape[-1]
     tokens = made.product.shape[1]
-    if state_cache.numel() and a["state_block_table"].numel():
+    if state_cache.numel() and table.numel():
         launches.kernel(_keep, tokens, triton.cdiv(width, WIDE))(
             made.product,
             made.product.stride(0),

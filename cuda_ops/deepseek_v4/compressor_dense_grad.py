@@ -172,9 +172,11 @@ def backward(**arguments: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Te
     width, shape = coff * size, [*arguments["d_out"].shape[:-1]]
     d_ape = memory.empty(ape.shape, ape.dtype, device)
     if nothing(x, cu_seqlens, size):
-        others = (memory.empty(a.shape, a.dtype, device).zero_() for a in (x, wkv, wgate))
         d_norm = memory.empty(norm_weight.shape, norm_weight.dtype, device)
-        return *others, d_ape.zero_(), d_norm.zero_()
+        d_x, d_wkv, d_wgate = (
+            memory.empty(a.shape, a.dtype, device).zero_() for a in (x, wkv, wgate)
+        )
+        return d_x, d_wkv, d_wgate, d_ape.zero_(), d_norm.zero_()
     made = pool(arguments, shape, peaks=True)
     d_pooled = memory.empty(made.rows.shape, torch.float32, device)
     d_norm = memory.empty(made.rows.shape, torch.float32, device)

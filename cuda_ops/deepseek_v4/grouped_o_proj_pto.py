@@ -234,8 +234,9 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
         weight = Weight(w_o_a, ranks, scale)
         y = _quantized_groups(attn_out, weight, weight_format, sin, cos, quantizes)
     rows = {}
-    if quantizes:
-        y = y if isinstance(y, Rows) else _quantized_sum(y, dtype)
+    if quantizes and not isinstance(y, Rows):
+        y = _quantized_sum(y, dtype)
+    if isinstance(y, Rows):
         rows[of_hidden.values.dtype] = y
         x = y.values
     else:

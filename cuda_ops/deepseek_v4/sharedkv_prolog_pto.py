@@ -357,6 +357,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             row_layout=quantized.V4,
             scale_format="ue8m0",
             k_nope_clip_alpha=None,
+            rope_head_dim=quantized.ROTARY,
         )
     q, *index = quantized_stages.products(
         query_norm.view(tokens, ranks), {}, second, weight_format, "ue8m0", dtype

@@ -56,7 +56,7 @@ REASONS = layer_v4.Stages(
 )
 
 
-def _few(a: layer_v4.Layer) -> list[dict[str, Any]]:
+def _few(a: layer_v4.Layer) -> list[Any]:
     """What the compressors take of a step of few tokens, which share a product and find out where
     requests begin; empty where tokens are many, or none."""
     of_each = [a.of_entries] if a.idx_k is None else [a.of_entries, a.of_index_keys]

@@ -782,7 +782,8 @@ def launch(
     # bytes of a row that lie side by side in a group of lanes: the whole row of a lone token
     KI = BLOCK_K if tokens == 1 and not half else min(BLOCK_K, 128 // pool.element_size())
     behind: tuple[Tensor | None, ...] = (None,) * 4
-    z_strides, epsilon = (0, 0, 0), 0.0
+    z_strides: tuple[int, ...] = (0, 0, 0)
+    epsilon = 0.0
     chained = epilogue is not None and gpu.has_chained_launch(q.device)
     if epilogue is not None:
         e = epilogue

@@ -29,7 +29,8 @@ def unsupported(key: Tensor, value: Tensor, **_: Any) -> str | None:
 
 
 def forward(**x: Unpack[Arguments]) -> Tensor:
-    value, beta = x["value"], x["beta"]
+    value, beta, slots = x["value"], x["beta"], x["ssm_state_indices"]
+    assert slots is not None  # the check said so
     heads = value.shape[:2]
     decay = gated_delta.log_decay(x["g"], x["gk"])
     if decay is None:
@@ -47,7 +48,7 @@ def forward(**x: Unpack[Arguments]) -> Tensor:
         v=value[None],
         b=beta[None],
         initial_state_source=x["state"],
-        initial_state_indices=x["ssm_state_indices"],
+        initial_state_indices=slots,
         scale=x["scale"],
         use_qk_l2norm_in_kernel=False,
         cu_seqlens=None,

@@ -457,5 +457,7 @@ def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         actual_seq_lengths_key=seqlens_k,
         layout=layout,
         sparse_mode=mode,
+        pre_tokens=a["pre_tokens"],
+        next_tokens=a["next_tokens"],
     )
     return *grads, loss.sum().reshape(1)

@@ -173,14 +173,15 @@ def activations(
     if not given:
         return []
     tokens, device = given[0][0].shape[0], given[0][0].device
-    out, arguments, cuts = [], [], []
-    for x, smooth in given:
-        depth = x.shape[1]
+    out, cuts = [], []
+    arguments: list[tuple[Tensor | None, ...]] = []
+    for floats, smooth in given:
+        depth = floats.shape[1]
         size = power_of_two(depth) if kind == "int8" else BLOCK.value
         of_token = cdiv(depth, size)
         values = memory.empty((tokens, depth), quantized.VALUES[kind], device)
         rows = Rows(values, memory.empty((tokens, of_token), torch.float32, device))
-        arguments.append((x, smooth, quantize.as_bytes(values), rows.scale))
+        arguments.append((floats, smooth, quantize.as_bytes(values), rows.scale))
         tiles = min(8, power_of_two(of_token))
         cuts.append((depth, size, tiles, cdiv(of_token, tiles), smooth is not None))
         out.append(rows)
@@ -407,6 +408,7 @@ def _by_prompt(
     second: bool = False,
     forked: bool = False,
 ) -> None:
+    assert x.scale is not None and weight.scale is not None  # of 8 bits
     prompt.launch(
         quantize.to_read(x.values)[0],
         x.scale,
@@ -466,6 +468,7 @@ def product(
     blocks = sum(cdiv(size, config.columns) for size in sizes) * cdiv(tokens, config.tokens)
     scales = [weight.scale for weight in kept]
     if by_tma:
+        assert x.scale is not None  # of 8 bits
         hopper.launch(
             values,
             x.scale,

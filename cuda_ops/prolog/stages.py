@@ -686,7 +686,7 @@ def token_stage(
     rank, rotary = latent.gamma_ckv.shape[0] if latent else 0, sin.shape[-1]
     size, heads = (index.gamma.shape[0], index.weights.shape[-1]) if index else (0, 0)
     roles = (0 if latent is None else 1 if latent.gamma_cq is None else 2) + (index is not None)
-    cache = latent.kv_cache if latent else index.k_cache
+    cache = latent.kv_cache if latent else index.k_cache  # type: ignore[union-attr]
     chained = gpu.has_chained_launch(partial.device)
     launches.kernel(_token_stage, tokens, roles)(
         partial,

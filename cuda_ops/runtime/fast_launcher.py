@@ -59,7 +59,7 @@ class FastLauncher:
     """Of one kernel and grid.  `call` takes the kernel's values: pointers as numbers, and of each
     descriptor what `encoded` gives."""
 
-    def __init__(self, launcher: Launcher, grid: tuple[int, int, int], device: int) -> None:
+    def __init__(self, launcher: Launcher, grid: tuple[int, ...], device: int) -> None:
         self._encodes, self._grid = launcher.encodes, grid
         self._kernel, self._run, self._in_c = launcher.kernel, launcher.run, launcher.in_c
         if self._in_c is not None:

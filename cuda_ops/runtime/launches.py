@@ -50,7 +50,7 @@ _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, tl.dtype, tl.const
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Step = Union["_Launched", Callable[["_Run"], None]]
+Step = Union["_Launched", Callable[["_Run"], object]]
 
 _here = threading.local()
 
@@ -312,7 +312,7 @@ class _Run:
         self.tensors: list[Any] = [*tensors, *(None,) * more]
         self.pointers = [tensor.data_ptr() for tensor in tensors]
         self.pointers += (0,) * more
-        self.side: SideStream | None = None
+        self.side: Any = None  # its SideStream, once it has one
 
     def put(self, slot: int, tensor: Tensor) -> None:
         self.tensors[slot] = tensor
@@ -607,7 +607,8 @@ def _of_its_own(tensor: Tensor) -> Tensor:
     """The same memory under a storage of its own, with the same strides also where a size is 1:
     DLPack of older torch has its own there, and no float8."""
     bits = tensor.detach().view(_BITS[tensor.itemsize])
-    return torch.from_dlpack(bits).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    alias = torch.from_dlpack(bits)  # type: ignore[attr-defined]
+    return alias.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def _plan(recorder: _Recorder, given: int, out: Any) -> Plan:

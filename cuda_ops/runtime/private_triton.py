@@ -13,13 +13,13 @@ import copy
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from inspect import getclosurevars, isfunction, signature
 from operator import attrgetter
 from types import CellType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import triton
 from torch import Tensor
@@ -72,8 +72,14 @@ def once_a_process() -> list[Callable[[], Any]]:
     return [part for part in parts if part]
 
 
+class Compilers(Protocol):
+    """What Triton asks of an executor."""
+
+    def submit(self, compiled: Callable[[], Any], /) -> Future[Any]: ...
+
+
 @contextmanager
-def compiled_by(executor: Executor) -> Iterator[None]:
+def compiled_by(executor: Compilers) -> Iterator[None]:
     """Kernels that are asked for inside are compiled by `executor`, and ready at the end; where
     Triton has no such mode any more, at once."""
     if _AsyncCompileMode is None or _active_mode is None:
@@ -117,7 +123,8 @@ def load_apart(is_ours: Callable[[], bool]) -> None:
                 module = own
         return module
 
-    importlib.import_module("triton.runtime.build")._load_module_from_path = loaded
+    build: Any = importlib.import_module("triton.runtime.build")
+    build._load_module_from_path = loaded
 
 
 LOADS_APART = release(triton.__version__) < (3, 7)  # later ones have one launcher

@@ -534,7 +534,10 @@ def attend(
     elif together and key_scale is not None and kv_quantized.supports(call):
         kv_quantized.launch(call, key_scale, kind)
     else:
-        scales = (key, value) if key_scale is None else (key_scale, value_scale)
+        scales = key, value
+        if key_scale is not None:
+            assert value_scale is not None
+            scales = key_scale, value_scale
         _plain(call, value, layout_kv, uniform, kind, *scales)
     return out, softmax_max, softmax_sum
 

@@ -433,7 +433,7 @@ def choose(heads: int, rank: int, itemsize: int, apart: bool, device: torch.devi
     found = first(WEIGHTS, weights), first(QUERIES, queries), first(ENTRIES, entries)
     if found[0] is None or found[1] is None or found[2] is None:
         return None
-    return Tiles(h, padded, *found)
+    return Tiles(h, padded, found[0], found[1], found[2])
 
 
 def row_of_entry(
@@ -525,6 +525,7 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     weights = memory.empty((count * entries, 2, heads), dtype, device)  # ds, p
     added = memory.empty((count * entries, width), wide, device)
     # (of ds, of p, where it goes, its columns): what an entry adds to its key
+    parts: list[tuple[Tensor | None, Tensor | None, Tensor, int]]
     parts = [(q, do if value is None else None, d_key, 0)]
     if rope:
         parts.append((qr, None, d_key_rope, rank))

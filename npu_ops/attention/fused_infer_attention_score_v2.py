@@ -132,7 +132,7 @@ class Pages(NamedTuple):
     """Of the table and the cache."""
 
     columns: int  # from request to request
-    count: int
+    count: int  # type: ignore[assignment]
     page: int
     key_page: int
     key_row: int

@@ -228,7 +228,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     channels, width = x.shape[-1], weight.shape[0]
     varlen = query_start_loc is not None
-    sequences = query_start_loc.shape[0] - 1 if varlen else x.shape[0]
+    sequences = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
     tokens, length = x.shape[:-1].numel(), x.shape[-2]
     history = None if initial_states is None else dense(initial_states)
     final = None if d_final_states is None else dense(d_final_states)

@@ -233,9 +233,14 @@ def forward(
         if cache_indices.numel() == 0:  # no block: one that names no slot, which can be read
             cache_indices = memory.empty([sequences, 1], torch.int32, x.device).fill_(-1)
         blocks = cache_indices.shape[1]
-    sizes = (sequences, x.shape[-2], x.shape[:-1].numel(), conv_states.shape[0])
-    # None: no slot stands for none
-    sizes += (-1 if pad_slot_id is None else pad_slot_id, blocks)
+    sizes = (
+        sequences,
+        x.shape[-2],
+        x.shape[:-1].numel(),
+        conv_states.shape[0],
+        -1 if pad_slot_id is None else pad_slot_id,  # None: no slot stands for none
+        blocks,
+    )
     strides = (0 if starts is not None else x.stride(0), x.stride(-2), *conv_states.stride()[:2])
     flags = dict(W=width, L=conv_states.shape[1], VARLEN=starts is not None)
     by_block = block_idx_first_scheduled_token is not None

@@ -284,7 +284,7 @@ class Heads(NamedTuple):
 
     query: Tensor  # [rows, heads, size]
     to_query: Tensor  # the same
-    index: Tensor  # [rows, index heads, size of theirs]
+    index: Tensor  # type: ignore[assignment]  # [rows, index heads, size of theirs]
     to_index: Tensor  # the same
     sin: Tensor  # [rows, angles]
     cos: Tensor

@@ -142,14 +142,17 @@ def forward(
     if attn_out.numel() * hidden * ranks == 0:
         return out.zero_()
     x = attn_out.flatten(0, 1)
-    angles = [y.flatten(0, 1) for y in (rope_sin, rope_cos) if y is not None]
+    angles = None
+    if rope_sin is not None and rope_cos is not None:
+        angles = rope_sin.flatten(0, 1), rope_cos.flatten(0, 1)
     tokens, heads, size = x.shape
     at_once = tiling.at_once(tokens, (heads * size + groups * ranks) * dtype.itemsize)
     for first in range(0, tokens, at_once):
         here = slice(first, first + at_once)
         turned = x[here]
-        if angles:
-            turned = _turned_back(turned, *(y[here] for y in angles))
+        if angles is not None:
+            sin, cos = angles
+            turned = _turned_back(turned, sin[here], cos[here])
         turned = turned.view(-1, groups, heads // groups * size)
         middle = memory.empty((turned.shape[0], groups, ranks), dtype, device)
         if w_o_a.ndim == 5 or nz.is_nz(w_o_a[0], weight_format):
@@ -166,8 +169,8 @@ def turned_back(
     """What `forward` multiplies, by itself."""
     if attn_out.numel() == 0:
         return attn_out
-    x, *angles = (each.flatten(0, 1) for each in (attn_out, rope_sin, rope_cos))
-    return _turned_back(x, *angles, in_place).view(attn_out.shape)
+    x, sin, cos = (each.flatten(0, 1) for each in (attn_out, rope_sin, rope_cos))
+    return _turned_back(x, sin, cos, in_place).view(attn_out.shape)
 
 
 def _turned_back(x: Tensor, sin: Tensor, cos: Tensor, in_place: bool = False) -> Tensor:

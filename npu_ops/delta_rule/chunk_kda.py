@@ -968,6 +968,10 @@ def forward(
     value_heads, value_size = v.shape[2:]
     varlen = cu_seqlens is not None
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+    def by_column(state: Tensor) -> Tensor:
+        return state if state_layout == "vk" else state.mT
+
     out = memory.empty(v.shape, v.dtype, v.device)
     kind = torch.float32 if initial_state is None else initial_state.dtype
     sizes = (key_size, value_size) if state_layout == "kv" else (value_size, key_size)
@@ -995,7 +999,6 @@ def forward(
     # the last two are of sequences that rounds end within
     whole = (sequences + 2, value_heads, value_size, key_size)
     state = memory.empty(whole, torch.float32, v.device)
-    by_column = (lambda x: x) if state_layout == "vk" else (lambda x: x.mT)
     if initial_state is None:
         state.zero_()
     else:
@@ -1020,7 +1023,7 @@ def forward(
             grad=False,
         )
         here = (sequences, length, batch * length, since, most)
-        sizes = dict(KEY=key_size, VARLEN=varlen)
+        constants = dict(KEY=key_size, VARLEN=varlen)
         crosses[(cores.cube(),)](
             x.keys,
             x.queries,
@@ -1031,7 +1034,7 @@ def forward(
             x.seen,
             *here,
             value_heads,
-            **sizes,
+            **constants,
             **tune.only("chunk_kda.crosses").keywords,
         )
         walk[(cores.cube(),)](
@@ -1051,7 +1054,7 @@ def forward(
             goes,
             value_heads,
             *v.stride()[:2],
-            **sizes,
+            **constants,
             VALUE=value_size,
             **_tile("walk", value_size),
         )
@@ -1064,7 +1067,7 @@ def forward(
             out,
             *here,
             value_heads,
-            **sizes,
+            **constants,
             VALUE=value_size,
             **_tile("outputs", value_size),
         )

@@ -698,12 +698,16 @@ def backward(
     count = chunk_kda.chunks_of(batch, length, cu_seqlens)
     at_once = tiling.at_once(heads, count * group * each)
     if at_once < heads and at_once * group >= _FEWEST:
-        for first in range(0, heads, at_once):
-            here = slice(first, first + at_once)
-            there = slice(first * group, (first + at_once) * group)
+        for head in range(0, heads, at_once):
+            at = slice(head, head + at_once)
+            there = slice(head * group, (head + at_once) * group)
             some = backward(
-                *(x[:, :, here] for x in (q, k)),
-                *(x[:, :, there] for x in (v, g, beta, d_out)),
+                q[:, :, at],
+                k[:, :, at],
+                v[:, :, there],
+                g[:, :, there],
+                beta[:, :, there],
+                d_out[:, :, there],
                 None if d_final_state is None else d_final_state[:, there].contiguous(),
                 scale,
                 None if initial_state is None else initial_state[:, there].contiguous(),
@@ -717,15 +721,15 @@ def backward(
                 use_beta_sigmoid_in_kernel,
                 allow_neg_eigval,
             )
-            parts = (
-                *(x[:, :, here] for x in (d_q, d_k)),
+            into = (
+                *(x[:, :, at] for x in (d_q, d_k)),
                 *(x[:, :, there] for x in (d_v, d_g, d_beta)),
                 d_initial if initial_state is None else d_initial[:, there],
                 d_A if A_log is None else d_A[there],
                 d_bias if dt_bias is None else d_bias.view(value_heads, key_size)[there],
             )
-            for part, grad in zip(parts, some, strict=True):
-                part.copy_(grad)
+            for place, grad in zip(into, some, strict=True):
+                place.copy_(grad)
         return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias
     # all tokens in one row
     q, k, v, g, beta, d_out = (x.flatten(0, 1) for x in (q, k, v, g, beta, d_out))
@@ -741,8 +745,8 @@ def backward(
     of_q, of_k, of_rest = (space(side, key_size, kind=wide) for _ in range(3))
     of_pairs = space(4, side, side, kind=wide)
     # what `fill` needs for itself lies where two gradients will
-    free = (held.view(dtype) for held in (of_q, of_pairs))
-    x = chunk_kda.laid_out(most, q, beta, rate, cu_seqlens, *free, grad=True)
+    upper, lower = of_q.view(dtype), of_pairs.view(dtype)
+    x = chunk_kda.laid_out(most, q, beta, rate, cu_seqlens, upper, lower, grad=True)
     number, firsts, counts = (
         memory.empty((size,), torch.int32, device) for size in (1, count, count)
     )
@@ -978,7 +982,7 @@ def backward(
             of_bias += parts[1].sum((0, 2))
     d_beta.copy_(d_betas.mT.view(d_beta.shape))
     if in_rounds and initial_state is not None:
-        d_initial.copy_(last[:sequences])
+        d_initial.copy_(d_first[:sequences])
     if of_A is not None:
         d_A.copy_(of_A)
     if of_bias is not None:

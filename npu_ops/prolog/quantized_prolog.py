@@ -11,6 +11,7 @@ beside it wherever a weight or a cache keeps that.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -196,12 +197,12 @@ def both(a: layer.Whole, index_heads: int) -> tuple[Tensor, Tensor, Tensor, Tens
         of_index = Rotation(a.sin, a.cos, a.index_rope_interleaved)
         x = a.x.view(tokens, hidden)
         (proj,) = _products(x, None, [(a.w_idx_proj, index_heads, None)], a.weight_format)
-        first = [
+        first: list[tuple[Tensor, Any]] = [
             (a.w_dq, a.dequant_scale_w_dq),
             (a.w_dkv_kr, a.dequant_scale_w_dkv_kr),
             (a.w_idx_k, a.dequant_scale_w_idx_k),
         ]
-        second = [
+        second: list[tuple[Tensor, Any]] = [
             (a.w_uq_qr, a.dequant_scale_w_uq_qr),
             (a.w_idx_qb, a.dequant_scale_w_idx_qb),
         ]

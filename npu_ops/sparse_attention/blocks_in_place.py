@@ -31,7 +31,7 @@ class Pages(NamedTuple):
     """Of the table and the cache."""
 
     stride: int  # from request to request
-    count: int
+    count: int  # type: ignore[assignment]
     size: int
     rows: int  # from page to page
 

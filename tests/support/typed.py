@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from ..tools.typed_tree import link
+
 ROOT = Path(__file__).parents[2]
 STUBS = ROOT / "tests" / "vllm" / "stubs"  # made by tests/vllm/stubs.py
 
@@ -20,14 +22,12 @@ STUBS = ROOT / "tests" / "vllm" / "stubs"  # made by tests/vllm/stubs.py
 def checker(scratch: Path, package: str) -> Callable[..., str]:
     """A function of folders of stubs."""
     pytest.importorskip("mypy", reason="a tool of `make lint`")
-    typed = scratch / "typed" / "custom"
-    typed.mkdir(parents=True)
-    for each in [*(ROOT / "custom").iterdir(), ROOT / "dispatch", ROOT / "graph_mode"]:
-        (typed / each.name).symlink_to(each)
+    typed = scratch / "typed"
+    link(typed)
 
     def said(*stubs: Path) -> str:
         command = ["-m", "mypy", "--cache-dir", scratch / "cache", "-p", package]
-        path = ":".join(map(str, [typed.parent, *stubs]))
+        path = ":".join(map(str, [typed, *stubs]))
         done = subprocess.run(
             [sys.executable, *command],
             cwd=ROOT,

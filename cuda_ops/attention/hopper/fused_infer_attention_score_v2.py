@@ -34,14 +34,13 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...common import gpu, rows
 from ...common.gluon_names import barrier, cp_async, reinterpret, tma_load
+from ...common.hopper.layouts import GATHER, LINE, S
 from ...common.hopper.tma import aligned, describable, describe_box
 from ...common.log2 import LEAST, LN2, LOG2E
 from ...runtime import launches
 from ...sparse_attention.hopper.mla_consumers import (
-    GATHER,
     LEFT,
     LEFT_FREE,
-    LINE,
     QUERY,
     QUERY_FREE,
     RIGHT,
@@ -50,7 +49,6 @@ from ...sparse_attention.hopper.mla_consumers import (
     TURNED,
     WEIGHED,
     WIDE,
-    S,
     arrive,
     even_step,
     nothing_seen,

@@ -20,11 +20,10 @@ from triton.language.extra.cuda import gdc_wait
 from ....dispatch.common import quantized
 from ...common import sharedkv
 from ...common.gluon_names import cp_async
+from ...common.hopper.layouts import GATHER, LINE
 from ...sparse_attention.hopper.mla_consumers import (
-    GATHER,
     LEFT,
     LEFT_FREE,
-    LINE,
     PLACED,
     QUERY,
     QUERY_FREE,

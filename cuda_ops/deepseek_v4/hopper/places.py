@@ -15,11 +15,12 @@ from triton.experimental.gluon import language as gl
 
 from ...common import gpu, sharedkv
 from ...common.combine import Parts, combine
+from ...common.hopper.layouts import LINE
 from ...common.hopper.rows import request_of
 from ...common.hopper.tma import aligned
 from ...common.log2 import LEAST
 from ...runtime import launches
-from ...sparse_attention.hopper.mla_consumers import LINE, Constants, item, splits_of
+from ...sparse_attention.hopper.mla_consumers import Constants, item, splits_of
 
 FAR = gl.constexpr(1 << 30)  # behind any key of a row
 

@@ -202,7 +202,8 @@ def launch(call: sharedkv.Attention) -> None:
     keys_at: tuple[int, ...]
     if packed:
         by, keys_at = packed_rows.unit(ori, cmp), packed_rows.steps(ori, cmp)
-        ori, cmp = (x if x is None else quantized.seen_as(x, torch.int32) for x in (ori, cmp))
+        ori = quantized.seen_as(ori, torch.int32)
+        cmp = cmp if cmp is None else quantized.seen_as(cmp, torch.int32)
     else:
         by, keys_at = unit(ori, cmp), (*steps(ori, cmp), 0, 0)
     tile = _tile(keys, heads, gpu.num_sms(q.device))

@@ -22,13 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ....dispatch.common import quantized
 from ...common import quantize, rows
 from ...common.gluon_names import cp_async
+from ...common.hopper.layouts import GATHER, LINE
 from ...common.hopper.rows import locate, slots
 from ...common.selection import Attention
 from .mla_consumers import (
-    GATHER,
     LEFT,
     LEFT_FREE,
-    LINE,
     PLACED,
     QUERY,
     QUERY_FREE,

@@ -133,7 +133,8 @@ def _tile(count: int, heads: int, entries: int) -> int:
 
 def supports(call: Attention) -> bool:
     """What the kernel of many rows supports, of so few that it would be slower."""
-    return sparse_flash_attention.supports(call) and _tile(*call.q.shape[:2], call.entries) > 0
+    count, heads, _ = call.q.shape
+    return sparse_flash_attention.supports(call) and _tile(count, heads, call.entries) > 0
 
 
 def launch(call: Attention) -> None:

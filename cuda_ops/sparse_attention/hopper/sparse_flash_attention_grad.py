@@ -38,10 +38,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...common import gpu
 from ...common.gluon_names import barrier, cp_async, reinterpret, tma_load, tma_store
+from ...common.hopper.layouts import GATHER, LINE, S
 from ...common.hopper.tma import aligned, describe_box
 from ...common.log2 import LOG2E
 from ...runtime import launches
-from .mla_consumers import GATHER, LINE, TURNED, WIDE, S, arrive
+from .mla_consumers import TURNED, WIDE, arrive
 
 # Heads that the plain kernels are as fast for, since a program is of 64: 16 heads, 4096 queries of
 # 2048 keys 10.4 ms, plain 10.6 (H200, 2026-11)
