@@ -24,13 +24,18 @@ SYNONYMS: tuple[tuple[str, ...], ...] = (
     ("g", "g_log", "log_decay", "decay"),
     ("gate", "z"),
     ("causal", "is_causal"),
-    ("sinks", "attn_sink", "sink", "s_aux"),
+    ("sinks", "learnable_sink", "attn_sink", "sink", "s_aux"),
     ("epsilon", "eps", "norm_eps", "layer_norm_eps", "rms_norm_eps", "variance_epsilon"),
     ("indices", "sparse_indices", "topk_indices", "topk_ids", "index"),
     ("sparse_count", "topk", "top_k", "k", "index_topk", "topk_tokens"),
     ("block_table", "block_tables", "page_table", "kv_page_indices"),
+    ("ori_block_table", "state_block_table", "block_table", "block_tables", "page_table"),
+    ("atten_mask", "attn_mask", "attention_mask", "mask"),
     ("rows", "k_cache", "kv_cache", "kv"),
-    ("return_lse", "return_softmax_lse", "return_attn_probs", "return_softmax"),
+    (
+        *("return_lse", "return_softmax_lse", "return_attn_probs", "return_softmax"),
+        "softmax_lse_flag",
+    ),
     ("initial_state", "initial_states", "h0", "recurrent_state", "last_recurrent_state"),
     ("state", "initial_state", "ssm_state", "recurrent_state"),
     ("conv_states", "conv_state", "cache"),
@@ -51,25 +56,32 @@ _SUMS = {
     *("cu_seq_lens_q", "cu_seq_lens_k", "actual_seq_qlen", "actual_seq_kvlen", "qo_indptr"),
 }
 _LENGTHS = {"cache_seqlens", "context_lens", "seqused_k", "seq_lens", "kv_lens", "seqlens_k"}
-_ENDS = {
-    *("actual_seq_qlen", "actual_seq_kvlen", "actual_seq_klen", "actual_seq_lengths"),
-    *("actual_seq_lengths_query", "actual_seq_lengths_kv", "actual_seq_lengths_key"),
-}
+_OF_QUERIES = ("actual_seq_qlen", "actual_seq_lengths_query")
+_OF_KEYS = (
+    "actual_seq_kvlen",
+    "actual_seq_klen",
+    "actual_seq_lengths_kv",
+    "actual_seq_lengths_key",
+)
+_ENDS = {"actual_seq_lengths", *_OF_QUERIES, *_OF_KEYS}
 # ours, theirs, what it takes to go from one to the other
 TURNED: tuple[tuple[str, Collection[str], str], ...] = (
     ("actual_seq_lengths", _SUMS, "It holds lengths: pass the prefix sums' .diff()."),
-    (
-        "actual_seq_lengths_query",
-        ("cu_seqlens_q", "cu_seqlens", "query_start_loc", "actual_seq_qlen", "qo_indptr"),
-        "With layout 'TND' it holds prefix sums without the leading 0: pass [1:] of them.",
+    *(
+        (
+            ours,
+            ("cu_seqlens_q", "cu_seqlens", "query_start_loc", "qo_indptr", *_OF_QUERIES),
+            "With layout 'TND' it holds prefix sums without the leading 0: pass [1:] of them.",
+        )
+        for ours in _OF_QUERIES
     ),
     *(
         (
             ours,
-            (*_LENGTHS, "cu_seqlens_k", "cu_seqlens_kv", "actual_seq_kvlen"),
+            (*_LENGTHS, "cu_seqlens_k", "cu_seqlens_kv", *_OF_KEYS),
             "It holds a length a request, or for layout 'TND' prefix sums without the leading 0.",
         )
-        for ours in ("actual_seq_lengths_kv", "actual_seq_lengths_key")
+        for ours in _OF_KEYS
     ),
     ("act_seqs", (*_LENGTHS, *_ENDS), "It holds a length a request."),
     *(
@@ -82,6 +94,7 @@ TURNED: tuple[tuple[str, Collection[str], str], ...] = (
     ),
     ("window", ("window_size", "sliding_window"), "Of FlashAttention's (w, 0) it is w + 1."),
     ("causal", ("sparse_mode",), "sparse_mode=3 is causal=True."),
+    ("sparse_mode", ("causal", "is_causal"), "causal=True is sparse_mode=3."),
     ("state_layout", ("state_v_first",), 'state_v_first=True is state_layout="vk".'),
 )
 _LEAVE = "Leave it out"

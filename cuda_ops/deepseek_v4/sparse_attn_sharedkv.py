@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...dispatch.common import memory
+from ...dispatch.common import memory, quantized
 from ...dispatch.common.sharedkv import scale_of
 from ..common import gpu, quantize, sharedkv, softmax
 from ..common.combine import Parts, combine, is_chained
@@ -40,6 +40,10 @@ from ..sparse_attention.sparse_flash_attention import LOWEST
 from .hopper import kv_quant_sparse_attn_sharedkv as kv_quantized
 from .hopper import sparse_attn_sharedkv as hopper
 from .hopper import sparse_attn_sharedkv_decode as decode
+
+# from row to row of a page of 8 bits, in rotary channels and in scales: views of no page have none
+ROTARY_ROW = tl.constexpr(quantized.V4_DATA // 2)
+SCALE_ROW = tl.constexpr(quantized.V4_SCALES)
 
 Rows = tuple[Any, Tensor | None, Tensor | None]
 Pair = tuple[Tensor, Tensor]
@@ -140,13 +144,9 @@ def _attend(
         cmp_o,
         cmp_i,
         ori_rotary_o,
-        ori_rotary_i,
         cmp_rotary_o,
-        _,
         ori_scale_o,
-        ori_scale_i,
         cmp_scale_o,
-        __,
         slot_row,
     ) = strides
     HEAD_TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
@@ -226,11 +226,11 @@ def _attend(
                 rotary,
                 scales,
                 outer * key_o + inner * key_i,
-                outer * rotary_o + inner * ori_rotary_i,
-                outer * scale_o + inner * ori_scale_i,
+                outer * rotary_o + inner * ROTARY_ROW,
+                outer * scale_o + inner * SCALE_ROW,
                 valid,
                 d,
-                ori_pages,
+                ori_pages + cmp_pages,
                 q_tile.dtype,
                 C,
             )
@@ -350,10 +350,7 @@ def attend(
             *keys.strides,
             *sharedkv.steps(values),
             *sharedkv.steps(cmp_values),
-            *sharedkv.steps(ori[1]),
-            *sharedkv.steps(cmp[1]),
-            *sharedkv.steps(ori[2]),
-            *sharedkv.steps(cmp[2]),
+            *(sharedkv.steps(part)[0] for part in (ori[1], cmp[1], ori[2], cmp[2])),
             slots.stride(0),
         ),
         P=keys.places,

@@ -574,11 +574,11 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         parts = memory.empty((shares, rows, heads, rank), torch.float32, device)
     elif turned and each > 1:
         parts = memory.empty((1, rows, heads, rank), dtype, device)
+    table = ragged.int32(table)
     pages = (table.stride(0), *key.shape[:2], *key.stride()[:2], *kr.stride()[:2])
     flags = dict(
         LATENT=rank, MASK=mask if each > 1 else NONE.value, WHOLE=each * heads == padded == heads
     )
-    table = ragged.int32(table)
     for first in range(0, groups, at_once):
         count = min(at_once, groups - first)
         weigh[(min(count * padded // row_tile * splits, cores.cube()),)](

@@ -139,6 +139,8 @@ def forward(
     hidden, ranks = (nz.columns_of(w, weight_format) for w in (w_o_b, w_o_a))
     groups = w_o_a.shape[0]
     out = memory.empty((*front, hidden), dtype, device)
+    if attn_out.numel() * hidden * ranks == 0:
+        return out.zero_()
     x = attn_out.flatten(0, 1)
     angles = None
     if rope_sin is not None and rope_cos is not None:

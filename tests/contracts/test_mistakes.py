@@ -68,6 +68,11 @@ def sparse(**changes: Any) -> Any:
     return custom.npu_sparse_flash_attention(**(given | changes))
 
 
+def latents(**changes: Any) -> Any:
+    cache = r(8, 128, 1, 32)
+    return custom.npu_fused_infer_attention_score_v2(r(2, 1, 4, 32), cache, cache, **changes)
+
+
 def nz(*shape: int) -> Tensor:
     return custom.to_nz(r(*shape) / 8)
 
@@ -498,6 +503,14 @@ def test_what_is_legal_is_not_remarked_upon(name, capsys):
         (lambda: rule(output_final_state=True), "the final state is always returned"),
         (lambda: convolved(r(4, 16), conv_states=r(1, 3, 16)), "Did you mean `initial_states`?"),
         (lambda: layer(actual_seq_lengths_kv=TABLE), "Did you mean `act_seqs`?"),
+        (lambda: latents(actual_seq_lengths_kv=[4]), "Did you mean `actual_seq_kvlen`? It holds a"),
+        (lambda: latents(cache_seqlens=[4]), "Did you mean `actual_seq_kvlen`?"),
+        (lambda: latents(cu_seqlens_q=[0, 1]), "Did you mean `actual_seq_qlen`? With layout 'TND'"),
+        (lambda: latents(softmax_lse_flag=True), "Did you mean `return_softmax_lse`?"),
+        (lambda: latents(sinks=r(4)), "Did you mean `learnable_sink`?"),
+        (lambda: latents(is_causal=True), "Did you mean `sparse_mode`? causal=True is sparse_mode"),
+        (lambda: latents(attn_mask=None), "Did you mean `atten_mask`?"),
+        (lambda: custom.npu_compressor(block_table=TABLE), "Did you mean `state_block_table`?"),
     ],
 )
 def test_keywords_of_others(call, said):

@@ -230,8 +230,8 @@ def _keys(c: Checker, x: Arguments) -> None:
         "as well, or join each with its latent.",
     )
     c.require(
-        c.sizes["R"] <= WIDEST,
-        f"`key` has {c.sizes['R']} channels, expected at most {WIDEST}. Pass rotary ones as "
+        1 <= c.sizes["R"] <= WIDEST,
+        f"`key` has {c.sizes['R']} channels, expected 1 to {WIDEST}. Pass rotary ones as "
         "`key_rope`.",
     )
     c.require(

@@ -113,6 +113,10 @@ def inputs(c: Checker, rows: str, keys: str, query: Tensor, key: Tensor, weights
     c.shape("key", key, f"{keys} 1 D")
     c.shape("weights", weights, f"{rows} N")
     c.dense_rows(query=query, key=key, weights=weights)
+    c.require(
+        c.sizes["N"] > 0 and c.sizes["D"] > 0,
+        f"`query` has {c.sizes['N']} heads of {c.sizes['D']} channels, expected at least 1 of 1.",
+    )
 
 
 def fake(

@@ -88,8 +88,8 @@ def check(**x: Unpack[Arguments]) -> None:
     c.dense_rows(query=query, key=key, value=value)
     heads, shared, size = query.shape[1], key.shape[2], query.shape[2]
     c.require(
-        size <= MOST_D,
-        f"the head dim is {size}, expected at most {MOST_D} (from `query`).",
+        1 <= size <= MOST_D,
+        f"the head dim is {size}, expected 1 to {MOST_D} (from `query`).",
     )
     c.at_least("num_key_value_heads", x["num_key_value_heads"], 1)
     c.require(

@@ -117,6 +117,7 @@ def inputs(c: Checker, rows: str, keys: str, x: Inputs) -> None:
     c.integer("sparse_indices", sparse_indices)
     c.shape("query", query, f"{rows} N D")
     c.shape("key", key, f"{keys} 1 D")
+    c.require(c.sizes["D"] > 0, "`query` has latents of 0 channels, expected at least 1.")
     if value is not None:
         c.shape("value", value, f"{keys} 1 D")
     c.require(

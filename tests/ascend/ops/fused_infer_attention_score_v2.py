@@ -104,6 +104,13 @@ def _int64(make: Make) -> Make:
     return wide
 
 
+def _rows_apart(arguments: Arguments) -> torch.Tensor:
+    """A table of int64 that is a view of a wider one, which has other pages behind its columns."""
+    table = arguments["block_table"]
+    wide = memory.empty((table.shape[0], table.shape[1] + 3), torch.int64).zero_()
+    return wide[:, : table.shape[1]].copy_(table)
+
+
 def _pool(make: Make) -> Make:
     """Latents and rotary parts are columns of one pool, as engines keep them."""
 
@@ -207,6 +214,11 @@ CASES = (
     Case(OP, "5000 keys, one token", paged([1], [5000], 16, sizes=SMALL), cores=(24,)),
     Case(OP, "several rounds", in_rounds(2 * 384 * 16 * 4, paged([1, 3, 1], [300, 9, 131], 16))),
     Case(OP, "int64", _int64(paged([1, 1], [384, 1], 16, sizes=SMALL))),
+    Case(
+        OP,
+        "int64, rows of the table apart",
+        with_(paged([1, 1], [300, 200], 16, sizes=SMALL), block_table=_rows_apart),
+    ),
     Case(OP, "absent pages", with_(paged([2, 1], [300, 200], 16), block_table=_absent_pages)),
     Case(OP, "one pool", _pool(paged([2, 1], [300, 1], 16))),
     Case(

@@ -99,6 +99,7 @@ CASES = (
     ),
     case("nn.Linear's", projected(5, 1, 6, 2, ranks=40, form="linear", **SMALL)),
     case("row-major", projected(5, 1, 6, 2, ranks=40, form="nd", **SMALL)),
+    case("no tokens", projected(2, 0, 6, 2, ranks=48, **SMALL)),
     case("heads of 1024", projected(2, 1, 3, 1, 1024, 128, ranks=32, hidden=32)),
     case(
         "rounds of 2 tokens",

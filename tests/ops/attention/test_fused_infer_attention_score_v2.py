@@ -447,6 +447,7 @@ WIDE = torch.zeros(5, 16, 1, 528)
         (dict(key=torch.zeros(5, 1, 2, 16, 16)), ValueError, "`key` has five dimensions"),
         (dict(key=OTHER.char(), value=OTHER.char()), TypeError, "`key` has dtype torch.int8"),
         (dict(key=WIDE, value=WIDE, query=torch.zeros(2, 3, 4, 528)), ValueError, "528 channels"),
+        (dict(key=OTHER[..., :0]), ValueError, "`key` has 0 channels, expected 1 to 512"),
         (dict(query=torch.zeros(2, 3, 4, 48)), ValueError, "`query` has shape .* R=32"),
         (dict(query=torch.zeros(2, 3, 128)), ValueError, "`query` has shape .*B, S, N, R"),
         (dict(input_layout="BSH"), ValueError, r"`query` has shape .*\[B, S, N\*R\]"),

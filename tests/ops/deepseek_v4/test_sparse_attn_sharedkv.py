@@ -6,6 +6,7 @@ Hugging Face's DeepSeek-V4, and the ops that give the same in more calls."""
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -724,6 +725,19 @@ def test_the_bits_of_the_op_on_the_rows_that_bytes_stand_for(kind, sizes, device
     assert not got[0].isnan().any()
 
 
+def test_entries_beside_a_cache_without_window_rows(device, backend):
+    """Its table names none, as one whose pages are not there does."""
+    dtype = torch.bfloat16 if backend == "reference" else torch.float16
+    problem = Problem([(2, 40), (1, 9)], m=4, size=512, heads=3)
+    given = problem.arguments(("TND", "PA_ND"), device, dtype)
+    given |= {n: packed(given[n], 1152) for n in ("ori_kv", "cmp_kv")}
+    attend = partial(custom.npu_kv_quant_sparse_attn_sharedkv, kv_quant_mode=1)
+    want = attend(**given | dict(ori_block_table=torch.full_like(given["ori_block_table"], -1)))
+    got = attend(**given | dict(ori_kv=given["ori_kv"][:0]))
+    assert want[0].abs().sum() > 0
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
 def test_an_npu_refuses_quantized_rows_by_name(monkeypatch):
     from custom.dispatch import backends
 
@@ -1074,7 +1088,7 @@ def test_under_the_interpreter():
     if custom.config.backend != "auto":
         pytest.skip("a backend is chosen")
     chosen = (
-        "test_slots_of or bits and sliding and not 17 or parts and count"
+        "test_slots_of or bits and sliding and not 17 or parts and count or beside_a_cache"
         " or float16 and CSA-TND-PA_ND or float16 and CSA-TND-both"
     )
     interpreted.passes(chosen, __file__)

@@ -297,6 +297,11 @@ PAGED = dict(
         (dict(key=torch.zeros(2, 9, 1, 16).half()), TypeError, "`key` has dtype torch.float16"),
         (dict(layout_key="TND"), ValueError, "`layout_key` is 'TND', expected 'BSND'"),
         (dict(query=torch.zeros(2, 3, 16, 4).mT), ValueError, "`query` has stride 4"),
+        (
+            dict(query=torch.zeros(2, 3, 0, 16), weights=torch.zeros(2, 3, 0)),
+            ValueError,
+            "`query` has 0 heads of 16 channels, expected at least 1 of 1",
+        ),
         (PAGED | dict(block_table=None), ValueError, "`block_table` is missing"),
         (PAGED | dict(actual_seq_lengths_key=None), ValueError, "`actual_seq_lengths_key` is miss"),
         (PAGED | dict(key=torch.zeros(5, 24, 1, 16)), ValueError, "page size is 24"),

@@ -221,12 +221,12 @@ def test_refusals(looked_at, changes, sentence):
     assert_refuses(OP, given, ValueError, sentence)
 
 
-def test_wide_heads_are_refused():
-    wide = torch.zeros(6, 4, 272)
+@pytest.mark.parametrize("size", [0, 272])
+def test_wide_and_empty_heads_are_refused(size):
+    query, cache = torch.zeros(6, 4, size), torch.zeros(8, 16, 2, size)
     given = sample(OP, torch.device("cpu"), torch.float32)
-    cache = torch.zeros(8, 16, 2, 272)
-    with pytest.raises(ValueError, match="the head dim is 272, expected at most 256"):
-        custom.npu_sparse_attention_score(**(given | dict(query=wide, key=cache, value=cache)))
+    with pytest.raises(ValueError, match=f"the head dim is {size}, expected 1 to 256"):
+        custom.npu_sparse_attention_score(**(given | dict(query=query, key=cache, value=cache)))
 
 
 def test_a_pair_where_it_is_asked_for():
