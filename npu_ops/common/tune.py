@@ -178,7 +178,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "sparse_attn_sharedkv.attend": tuple(
         Config(
             {"HEAD_TILE": heads, "KEY_TILE": 64},
-            {"set_workspace_multibuffer": 2, "tile_mix_vector_loop": 1},
+            {"set_workspace_multibuffer": 3, "tile_mix_vector_loop": 1},
         )
         for heads in (32, 16)
     ),
