@@ -101,7 +101,10 @@ TABLE: dict[str, tuple[Config, ...]] = {
     # the key tile is a page of 128, or the largest of these that divides a page; several tokens of
     # a request share it where their heads fill a tile
     "lightning_indexer.scores": tuple(
-        Config({"HEAD_TILE": heads, "TOKENS": tokens, "KEY_TILE": keys})
+        Config(
+            {"HEAD_TILE": heads, "TOKENS": tokens, "KEY_TILE": keys},
+            {"set_workspace_multibuffer": 5},
+        )
         for tokens, keys, all_heads in (
             (1, 128, (16, 32, 64)),
             (1, 64, (16, 32, 64)),
@@ -114,7 +117,9 @@ TABLE: dict[str, tuple[Config, ...]] = {
         for heads in all_heads
     ),
     "block_indexer.scores": tuple(
-        Config({"HEAD_TILE": heads, "KEY_TILE": keys}) for keys in (16, 128) for heads in (16, 64)
+        Config({"HEAD_TILE": heads, "KEY_TILE": keys}, {"set_workspace_multibuffer": 6})
+        for keys in (16, 128)
+        for heads in (16, 64)
     ),
     "lightning_indexer.collect": (
         Config({"TILE": 1024, "FEW": 128, "QUARTER": 1024, "EACH": 8, "COUNT_TILE": 4096}),
@@ -149,7 +154,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "blocks_in_place.accumulate": tuple(
         Config(
             {"HEAD_TILE": heads, "KEY_TILE": 128, "PIECES": pieces, "PARTS": 8},
-            {"set_workspace_multibuffer": 4},
+            {"set_workspace_multibuffer": 8},
         )
         for pieces in (2, 4)
         for heads in (16, 8)
@@ -164,7 +169,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "fused_infer_attention_score_v2.accumulate": tuple(
         Config(
             {"ROW_TILE": rows, "KEY_TILE": keys, "PIECES": pieces, "PARTS": 8},
-            {"set_workspace_multibuffer": 4},
+            {"set_workspace_multibuffer": 8},
         )
         for keys in (128, 64)
         for pieces, most in ((2, keys), (4, 32))
@@ -178,7 +183,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "sparse_attn_sharedkv.attend": tuple(
         Config(
             {"HEAD_TILE": heads, "KEY_TILE": 64},
-            {"set_workspace_multibuffer": 2, "tile_mix_vector_loop": 1},
+            {"set_workspace_multibuffer": 3, "tile_mix_vector_loop": 1},
         )
         for heads in (32, 16)
     ),

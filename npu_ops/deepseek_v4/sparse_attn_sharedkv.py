@@ -384,8 +384,8 @@ def run_at(ori, cmp, of_row, run, near, far_at, half, ori_row, cmp_row, SOURCES:
 @triton.jit
 def share(works):
     """(first, one past the last) of this program's works.  They are neighbours: one token of a
-    request may see a run more than the next, and steps that a request's tokens divide would give
-    a program all of those that do."""
+    request may see a run more than the next, a part of its keys be longer than the other, and
+    steps that these divide would give a program all of those."""
     begin = works * tl.program_id(0) // tl.num_programs(0)
     return begin, works * (tl.program_id(0) + 1) // tl.num_programs(0)
 
@@ -437,7 +437,8 @@ def weigh(
     j = tl.arange(0, KEY_TILE)
     head_tiles = padded // HEAD_TILE
     half = width // 2
-    for work in range(tl.program_id(0), rows * head_tiles * splits, tl.num_programs(0)):
+    start, end = share(rows * head_tiles * splits)
+    for work in range(start, end):
         part = work % splits
         h = work // splits % head_tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
         row = work // splits // head_tiles

@@ -217,6 +217,7 @@ def scores(
     HEAD_TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     KEY_TILE: tl.constexpr,
+    set_workspace_multibuffer: tl.constexpr,
 ):
     """out [groups * TOKENS, wide]: a core takes a piece of the keys that a group of tokens sees, a
     tile of KEY_STEP at a time."""

@@ -38,6 +38,7 @@ NUMBERING = (
     "chunk_kda_grad.places",
     "fused_infer_attention_score_v2.note",
     "blocks_in_place.note",
+    "before_attention.tokens",
     "sparse_attn_sharedkv.note",
     "sparse_attn_sharedkv.collect",
 )

@@ -43,6 +43,7 @@ MEMORY = "/dev/shm"  # for checkpoints of 10 GB
 LIMIT = int(os.environ.get("LIMIT", 190))  # seconds of a part
 RUNS = 4  # of each number of requests, the best counts
 TOGETHER = 6  # engines at a time
+BATCH, PAD = 16, 64  # texts that are judged together, and what their length is a multiple of
 ASKED: list[str] = []  # the requests of this process
 CACHE = 6 << 30  # bytes of each
 # of a logit, in units of bf16's eps times the largest: eight layers of two dozen roundings each,
@@ -121,24 +122,37 @@ class Verdict(NamedTuple):
 def judge(
     model: Any, texts: list[list[int]], outputs: list[list[int]], roundings: float
 ) -> Verdict:
-    """`model` is our own decode loop's."""
+    """`model` is our own decode loop's.  Texts of about one length go together, behind each as much
+    padding as it takes."""
     import torch
 
     from custom.integrations.transformers import use
 
+    given = [text + output[:-1] for text, output in zip(texts, outputs, strict=True)]
+    alike: dict[int, list[int]] = {}
+    for number, each in enumerate(given):
+        alike.setdefault(-(-len(each) // PAD), []).append(number)
+    batches = [
+        (length * PAD, numbers[first : first + BATCH])
+        for length, numbers in alike.items()
+        for first in range(0, len(numbers), BATCH)
+    ]
     same, worst, wrong = 0, 0.0, []
-    for text, output in zip(texts, outputs, strict=True):
+    for length, batch in batches:
+        padded = [given[number] + [0] * (length - len(given[number])) for number in batch]
         with torch.no_grad(), use():
-            ids = torch.tensor([text + output[:-1]], device=DEVICE)
-            logits = model(ids, use_cache=True, logits_to_keep=len(output)).logits[0].float()
-        chosen = logits.gather(1, torch.tensor(output, device=DEVICE)[:, None])[:, 0]
-        below = logits.max(-1).values - chosen
-        below /= torch.finfo(model.dtype).eps * logits.abs().max()
-        same += int((below == 0).sum())
-        worst = max(worst, float(below.max()))
-        off = (below > roundings).nonzero()
-        if len(off):
-            wrong.append((len(text), len(off), int(off[0])))
+            of_all = model(torch.tensor(padded, device=DEVICE), use_cache=True).logits
+        for number, row in zip(batch, of_all, strict=True):
+            first, output = len(texts[number]) - 1, outputs[number]
+            logits = row[first : first + len(output)].float()
+            chosen = logits.gather(1, torch.tensor(output, device=DEVICE)[:, None])[:, 0]
+            below = logits.max(-1).values - chosen
+            below /= torch.finfo(model.dtype).eps * logits.abs().max()
+            same += int((below == 0).sum())
+            worst = max(worst, float(below.max()))
+            off = (below > roundings).nonzero()
+            if len(off):
+                wrong.append((first + 1, len(off), int(off[0])))
     return Verdict(same, worst, wrong)
 
 

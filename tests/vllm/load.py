@@ -34,7 +34,7 @@ from .h200 import DEVICE, TRITON, WHOLE, Part
 
 SMALL = DEVICE == "cpu"
 LONGEST, NEW = 200 if SMALL else 500, 64  # tokens of a prompt, and of an answer
-BURST, QUIET = (6, 4) if SMALL else (32, 8)  # requests at once, and steps between on average
+BURST, QUIET = (6, 4) if SMALL else (128, 64)  # requests at once, and steps between on average
 SHARED = 3  # texts that prompts begin with
 ENVIRONMENT = {
     **h200.ENVIRONMENT,
@@ -59,13 +59,13 @@ LOADS = {
         Part("DeepSeek-V3.2", GRAPH),
         "deepseek_v32",
         dict(NARROW, num_attention_heads=32, num_key_value_heads=32, index_topk=256),
-        *((32, 16) if SMALL else (200, 64)),
+        *((32, 16) if SMALL else (260, 64)),
     ),
     "next": Load(
         Part("Qwen3-Next", GRAPH, options={} if SMALL else TRITON),
         "qwen3_next",
         dict(NARROW, num_key_value_heads=8, linear_num_key_heads=4, linear_num_value_heads=8),
-        *((40, 32) if SMALL else (320, 16)),
+        *((40, 32) if SMALL else (480, 16)),
     ),
 }
 
