@@ -33,6 +33,37 @@ def stand_in(x: Tensor, *size: int) -> Tensor:
     return x[..., :1].view(batch, rows, *(1 for _ in size)).expand(batch, rows, *size)
 
 
+def of_indexer(
+    query: Tensor, weights: Tensor, cache: tuple[Tensor, Tensor | None], **own: Any
+) -> dict[str, Any]:
+    """The arguments of either indexer: of that for 8 bits where the keys have scales.  Those of its
+    queries are in `weights`."""
+    key, scales = cache
+    kind: dict[str, Any] = dict(return_value=False)
+    if scales is not None:
+        kind = dict(
+            query_dequant_scale=None,
+            key_dequant_scale=scales,
+            query_quant_mode=0,
+            key_quant_mode=0,
+            query_dtype=None,
+            key_dtype=None,
+        )
+    return dict(
+        query=query,
+        key=key,
+        weights=weights,
+        layout_query="BSND",
+        layout_key="PA_BSND",
+        sparse_mode=3,
+        select_tail=False,
+        pre_tokens=UNLIMITED,
+        next_tokens=UNLIMITED,
+        **kind,
+        **own,
+    )
+
+
 @dataclass
 class Layer:
     """What both layers take, by the names of their schemas."""
@@ -235,12 +266,7 @@ class Whole(Layer):
         return self.index_kind != "none"
 
     def index_cache(self) -> tuple[Tensor, Tensor | None]:
-        """Index keys and their scales; those of packed pages as views."""
-        if not self.index_quantized:
-            return self.index_k_cache, None
-        if self.index_k_scale_cache is None:
-            return quantized.index_cache_views(self.index_k_cache, self.index_kind)
-        return self.index_k_cache.view(quantized.VALUES[self.index_kind]), self.index_k_scale_cache
+        return quantized.index_cache(self.index_k_cache, self.index_k_scale_cache, self.index_kind)
 
     def of_indexer_prolog(self, query_norm: Tensor) -> dict[str, Any]:
         keys, scales = self.index_cache()
@@ -274,34 +300,15 @@ class Whole(Layer):
 
     def of_indexer(self, query_index: Tensor, weights: Tensor) -> dict[str, Any]:
         """Of either indexer."""
-        keys, scales = self.index_cache()
-        own = (
-            dict(
-                query_dequant_scale=None,
-                key_dequant_scale=scales,
-                query_quant_mode=0,
-                key_quant_mode=0,
-                query_dtype=None,
-                key_dtype=None,
-            )
-            if self.index_quantized
-            else dict(return_value=False)
-        )
-        return own | dict(
-            query=query_index,
-            key=keys,
-            weights=weights,
+        return of_indexer(
+            query_index,
+            weights,
+            self.index_cache(),
             actual_seq_lengths_query=None,
             actual_seq_lengths_key=self.act_seqs,
             block_table=self.block_table,
-            layout_query="BSND",
-            layout_key="PA_BSND",
             sparse_count=self.sparse_count,
-            sparse_mode=3,
             cmp_ratio=1,
-            select_tail=False,
-            pre_tokens=UNLIMITED,
-            next_tokens=UNLIMITED,
         )
 
     def unsupported(self, stages: Stages) -> str | None:

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..op_spec import UNLIMITED
 from . import compressed, nz, quantized
-from .layer import stand_in
+from .layer import of_indexer, stand_in
 
 
 class Stages(NamedTuple):
@@ -195,36 +194,15 @@ class Layer:
     def of_indexer(self, query_index: Tensor, weights: Tensor) -> dict[str, Any]:
         """Of either indexer."""
         assert self.idx_k is not None
-        own: dict[str, Any] = dict(return_value=False)
-        keys = self.idx_k
-        if self.index_quantized:
-            scales = self.idx_k_scale
-            if scales is None:
-                keys, scales = quantized.index_cache_views(keys, self.index_kind)
-            keys = keys.view(quantized.VALUES[self.index_kind])
-            own = dict(
-                query_dequant_scale=None,
-                key_dequant_scale=scales,
-                query_quant_mode=0,
-                key_quant_mode=0,
-                query_dtype=None,
-                key_dtype=None,
-            )
-        return own | dict(
-            query=query_index,
-            key=keys,
-            weights=weights,
+        return of_indexer(
+            query_index,
+            weights,
+            quantized.index_cache(self.idx_k, self.idx_k_scale, self.index_kind),
             actual_seq_lengths_query=self.seqused,
             actual_seq_lengths_key=self.act_seqs,
             block_table=self.cmp_block_table,
-            layout_query="BSND",
-            layout_key="PA_BSND",
             sparse_count=self.sparse_count,
-            sparse_mode=3,
-            pre_tokens=UNLIMITED,
-            next_tokens=UNLIMITED,
             cmp_ratio=self.cmp_ratio,
-            select_tail=False,
         )
 
     def of_attention(self, query: Tensor, indices: Tensor | None) -> dict[str, Any]:

@@ -205,6 +205,15 @@ def index_cache_views(pages: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return values, seen_as(flat[:, size * INDEX :], torch.float32).unflatten(1, (size, 1))
 
 
+def index_cache(cache: Tensor, scales: Tensor | None, kind: str) -> tuple[Tensor, Tensor | None]:
+    """Index keys and their scales, None in the working dtype; those of packed pages as views."""
+    if kind == "none":
+        return cache, None
+    if scales is None:
+        return index_cache_views(cache, kind)
+    return cache.view(VALUES[kind]), scales
+
+
 def misplaced(rows: Tensor, step: int) -> str | None:
     """Why floats of `step` bytes do not lie on their addresses within these bytes, or None."""
     strides = [s for s, n in zip(rows.stride()[:-1], rows.shape[:-1], strict=True) if n > 1]

@@ -345,24 +345,36 @@ def gdn(monkeypatch):
     sys.modules.pop("custom.integrations.vllm.gdn", None)
 
 
+def delta_layer(heads, value_heads, size, width, taps, **own):
+    """What ours reads of vLLM's layer of the delta rule, on one rank; `own` is more, or other."""
+    layer = dict(
+        prefix="layer",
+        key_dim=heads * size,
+        value_dim=value_heads * size,
+        tp_size=1,
+        head_k_dim=size,
+        head_v_dim=size,
+        conv_kernel_size=width,
+        activation="silu",
+        taps=lambda: taps,
+        split_ba=lambda ba: ba.chunk(2, -1),
+        allow_neg_eigval=False,
+    )
+    return SimpleNamespace(**(layer | own))
+
+
+def rms_norm(weight):
+    return SimpleNamespace(weight=weight, eps=1e-6, activation="silu")
+
+
 def test_a_fresh_slot_of_states_may_hold_anything(gdn):
     """Memory that another request, or a layer of another kind, has used; others go on."""
     torch.manual_seed(0)
     heads, value_heads, size, width = 2, 4, 16, 4
     keys, values = heads * size, value_heads * size
     taps = torch.randn(width, 2 * keys + values)
-    layer = SimpleNamespace(
-        key_dim=keys,
-        value_dim=values,
-        tp_size=1,
-        head_k_dim=size,
-        head_v_dim=size,
-        A_log=torch.randn(value_heads),
-        dt_bias=torch.randn(value_heads),
-        allow_neg_eigval=False,
-        activation="silu",
-        taps=lambda: taps,
-    )
+    a_log, bias = torch.randn(2, value_heads)
+    layer = delta_layer(heads, value_heads, size, width, taps, A_log=a_log, dt_bias=bias)
     layer.gates = partial(gdn.GatedDelta.gates, layer)
     tokens = torch.randn(20, taps.shape[1]), *torch.randn(2, 20, value_heads)
     batch = SimpleNamespace(
@@ -393,19 +405,9 @@ def test_a_recorded_decode_step_takes_what_its_buffers_hold_then(gdn, monkeypatc
         num_decode_tokens=rows,
         num_prefills=0,
     )
-    layer = SimpleNamespace(
-        prefix="layer",
-        value_dim=values,
-        tp_size=1,
-        head_v_dim=size,
-        conv_kernel_size=width,
-        taps=lambda: taps,
-        split_ba=lambda ba: ba.chunk(2, -1),
-        allow_neg_eigval=False,
-        A_log=torch.randn(value_heads),
-        dt_bias=torch.randn(value_heads),
-        norm=SimpleNamespace(weight=torch.randn(size), eps=1e-6, activation="silu"),
-    )
+    a_log, bias = torch.randn(2, value_heads)
+    norm = rms_norm(torch.randn(size))
+    layer = delta_layer(heads, value_heads, size, width, taps, A_log=a_log, dt_bias=bias, norm=norm)
     context = SimpleNamespace(attn_metadata={"layer": batch})
     monkeypatch.setattr(gdn, "get_forward_context", lambda: context)
     monkeypatch.setattr(gdn, "is_conv_state_dim_first", lambda: False)
@@ -473,21 +475,16 @@ def test_a_rank_has_its_heads_channels_and_states(tokens, gdn, monkeypatch):
         def side_by_side(xs: dict[str, Tensor]) -> Tensor:
             return torch.cat([cut(each, -2).flatten(-2) for each in xs.values()], -1)
 
-        layer = SimpleNamespace(
-            prefix="layer",
-            key_dim=heads * size,
-            value_dim=value_heads * size,
+        layer = delta_layer(
+            heads,
+            value_heads,
+            size,
+            width,
+            side_by_side(taps),
             tp_size=ranks,
-            head_k_dim=size,
-            head_v_dim=size,
-            conv_kernel_size=width,
-            activation="silu",
-            taps=lambda: side_by_side(taps),
-            split_ba=lambda ba: ba.chunk(2, -1),
-            allow_neg_eigval=False,
             A_log=cut(scales, 0),
             dt_bias=cut(biases, 0),
-            norm=SimpleNamespace(weight=weight, eps=1e-6, activation="silu"),
+            norm=rms_norm(weight),
             kv_cache=(side_by_side(columns), cut(states, 1)),
         )
         for name in ("prefill", "gates", "gated"):
@@ -594,21 +591,15 @@ def test_the_next_step_goes_on_from_the_last_draft_taken(uniform, gdn, monkeypat
     heads, value_heads, size, width, drafts = 2, 4, 16, 4, 2
     channels = (2 * heads + value_heads) * size
     taps = torch.randn(width, channels)
-    layer = SimpleNamespace(
-        prefix="layer",
-        key_dim=heads * size,
-        value_dim=value_heads * size,
-        tp_size=1,
-        head_k_dim=size,
-        head_v_dim=size,
-        conv_kernel_size=width,
-        activation="silu",
-        taps=lambda: taps,
-        split_ba=lambda ba: ba.chunk(2, -1),
-        allow_neg_eigval=False,
+    layer = delta_layer(
+        heads,
+        value_heads,
+        size,
+        width,
+        taps,
         A_log=torch.randn(value_heads),
         dt_bias=torch.randn(value_heads),
-        norm=SimpleNamespace(weight=torch.randn(size), eps=1e-6, activation="silu"),
+        norm=rms_norm(torch.randn(size)),
         kv_cache=(
             torch.randn(9, width - 1 + drafts, channels),
             torch.randn(9, value_heads, size, size),
