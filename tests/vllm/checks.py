@@ -404,10 +404,10 @@ def test_ranks_have_requests_of_their_own(folder, tmp_path, expected):
     assert tokens == [all[:n] for all, n in zip(expected[name], counts, strict=True)]
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("deepseek", 2), ("next", 1)])
-def test_requests_come_and_go(name, ranks):
+@pytest.mark.parametrize(("name", "count", "ranks"), [("deepseek", 40, 2), ("next", 60, 1)])
+def test_requests_come_and_go(name, count, ranks):
     """They join, are aborted and preempted, and take pages that others had."""
-    run("load", "--model", name, "--requests", 60, "--ranks", ranks, DEVICE="cpu")
+    run("load", "--model", name, "--requests", count, "--ranks", ranks, DEVICE="cpu")
 
 
 def test_a_load_test_shows_both(tmp_path):
