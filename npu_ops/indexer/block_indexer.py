@@ -35,7 +35,6 @@ _MOST = tl.constexpr(3.402823263561193e38)  # the number below, of others
     do_not_specialize=[
         "first",
         "rows",
-        "wide",
         "pieces",
         "block",
         "step",
@@ -64,7 +63,6 @@ def scores(
     counts,
     first,
     rows,
-    wide,
     pieces,
     block,
     step,
@@ -92,6 +90,7 @@ def scores(
     r = tl.arange(0, KEY_TILE)
     d = tl.arange(0, DIM)
     tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
+    wide = (reach + block - 1) // block
     for unit in range(tl.program_id(0), rows * tiles * pieces, tl.num_programs(0)):
         piece = unit % pieces
         h = unit // pieces % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
@@ -198,7 +197,6 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
             counts=counts,
             first=first,
             rows=rows,
-            wide=wide,
             pieces=pieces,
             block=block,
             step=step,
