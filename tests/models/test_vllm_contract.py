@@ -14,6 +14,7 @@ import sys
 from configparser import ConfigParser
 from copy import deepcopy
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -363,6 +364,22 @@ def delta_layer(heads, value_heads, size, width, taps, **own):
     return SimpleNamespace(**(layer | own))
 
 
+def delta_batch(slots, decodes, new, going_on):
+    """What vLLM says of a step: so many requests of one token, then those of `new` tokens each;
+    `going_on` says which of the latter have a state."""
+    return SimpleNamespace(
+        spec_sequence_masks=None,
+        num_actual_tokens=decodes + sum(new),
+        num_decode_tokens=decodes,
+        num_prefills=len(new),
+        num_prefill_tokens=sum(new),
+        non_spec_state_indices_tensor=torch.tensor(slots),
+        prefill_state_indices=torch.tensor(slots[decodes:]),
+        prefill_query_start_loc=torch.tensor([0, *accumulate(new)]),
+        prefill_has_initial_state=torch.tensor(going_on),
+    )
+
+
 def rms_norm(weight):
     return SimpleNamespace(weight=weight, eps=1e-6, activation="silu")
 
@@ -446,16 +463,8 @@ def test_a_rank_has_its_heads_channels_and_states(tokens, gdn, monkeypatch):
     parts = dict(q=heads, k=heads, v=value_heads, z=value_heads)
     decodes, new = tokens
     requests = decodes + 2 * (new > 0)
-    batch = SimpleNamespace(
-        spec_sequence_masks=None,
-        num_decode_tokens=decodes,
-        num_prefills=requests - decodes,
-        num_prefill_tokens=new,
-        non_spec_state_indices_tensor=torch.tensor([3, 1, 5, 2][:requests]),
-        prefill_state_indices=torch.tensor([3, 1, 5, 2][decodes:requests]),
-        prefill_query_start_loc=torch.tensor([0, new // 2, new]),
-        prefill_has_initial_state=torch.tensor([True, False]),
-    )
+    lengths = [new // 2, new - new // 2] if new else []
+    batch = delta_batch([3, 1, 5, 2][:requests], decodes, lengths, [True, False])
     context = SimpleNamespace(attn_metadata={"layer": batch})
     monkeypatch.setattr(gdn, "get_forward_context", lambda: context)
     monkeypatch.setattr(gdn, "is_conv_state_dim_first", lambda: False)
@@ -720,16 +729,7 @@ def test_olmo_s_delta_rule_is_transformers_(ranks, gdn, monkeypatch):
             setattr(layer, name, partial(getattr(gdn.OlmoDelta, name), layer))
         for tokens in (slice(0, 11), slice(11, 12), slice(12, 13), slice(13, 14)):
             n = tokens.stop - tokens.start
-            batch = SimpleNamespace(
-                spec_sequence_masks=None,
-                num_decode_tokens=int(n == 1),
-                num_prefills=int(n > 1),
-                num_prefill_tokens=n,
-                non_spec_state_indices_tensor=torch.tensor([2]),
-                prefill_state_indices=torch.tensor([2]),
-                prefill_query_start_loc=torch.tensor([0, n]),
-                prefill_has_initial_state=torch.tensor([False]),
-            )
+            batch = delta_batch([2], int(n == 1), [n] if n > 1 else [], [False])
             context = SimpleNamespace(attn_metadata={"layer": batch})
             monkeypatch.setattr(gdn, "get_forward_context", lambda context=context: context)
             out = torch.zeros(n, theirs.hidden_size)
@@ -820,16 +820,7 @@ def test_kimi_delta_attention_is_the_rule_token_by_token(tokens, lower_bound, ki
     requests = decodes + 2 * (new > 0)
     lengths = [1] * decodes + ([new // 2, new - new // 2] if new else [])
     slots = [3, 1, 5, 2][:requests]
-    batch = SimpleNamespace(
-        num_actual_tokens=decodes + new,
-        num_decode_tokens=decodes,
-        num_prefills=requests - decodes,
-        num_prefill_tokens=new,
-        non_spec_state_indices_tensor=torch.tensor(slots),
-        prefill_state_indices=torch.tensor(slots[decodes:]),
-        prefill_query_start_loc=torch.tensor([0, new // 2, new]),
-        prefill_has_initial_state=torch.tensor([True, False]),
-    )
+    batch = delta_batch(slots, decodes, lengths[decodes:], [True, False])
     context = SimpleNamespace(attn_metadata={"layer": batch})
     monkeypatch.setattr(kimi, "get_forward_context", lambda: context)
     monkeypatch.setattr(kimi, "is_conv_state_dim_first", lambda: False)
@@ -1762,16 +1753,7 @@ def test_bounded_delta_attention_is_transformers_(ranks, glm, kimi, theirs_of_gl
         layer.process_weights_after_loading(torch.float32)
         for tokens in (slice(0, 11), slice(11, 12), slice(12, 13), slice(13, 14)):
             n = tokens.stop - tokens.start
-            batch = SimpleNamespace(
-                num_actual_tokens=n,
-                num_decode_tokens=int(n == 1),
-                num_prefills=int(n > 1),
-                num_prefill_tokens=n,
-                non_spec_state_indices_tensor=torch.tensor([2]),
-                prefill_state_indices=torch.tensor([2]),
-                prefill_query_start_loc=torch.tensor([0, n]),
-                prefill_has_initial_state=torch.tensor([False]),
-            )
+            batch = delta_batch([2], int(n == 1), [n] if n > 1 else [], [False])
             context = SimpleNamespace(attn_metadata={"layer": batch})
             monkeypatch.setattr(kimi, "get_forward_context", lambda context=context: context)
             found[tokens] += glm.BoundedDelta.forward(layer, x[tokens], None)
