@@ -269,8 +269,7 @@ def _masked(s, place, low, high, C: gl.constexpr):
 @gluon.jit
 def _scores(tiles, low, high, phase, tile, zero, TILE, C: gl.constexpr):
     """[64, 64] scores of a tile; masked, not yet scaled."""
-    s = products(tiles, phase, tile, zero, TILE, C.D, FENCED=True)
-    barrier()  # racecheck believes a wait only where its warps meet after it
+    s = products(tiles, phase, tile, zero, TILE, C.D)
     place = tiles.places.index(TILE).load(gl.SliceLayout(0, S))
     s = warpgroup_mma_wait(0, deps=[s])
     return _masked(s, place, low, high, C)
@@ -316,7 +315,8 @@ def _multiply(row_max, acc, tiles, t):
     tile = t & 1
     mbarrier.wait(bars.index(RIGHT + tile), (t >> 1) & 1)
     mbarrier.wait(bars.index(WEIGHED + tile), (t >> 1) & 1)
-    barrier()  # for racecheck, as above
+    barrier()  # racecheck believes a wait only where its warps meet after it
+    fence_async_shared()
     new = tiles.exchange.index(tile).load(gl.SliceLayout(1, S))
     weights, values = tiles.rope.index(tile), tiles.right.index(tile)
     acc, _ = _multiplied(acc, weights, values, row_max, new, bars, RIGHT_FREE + tile)
@@ -470,11 +470,11 @@ def _consumer(tiles, count, window, scale_log2, to, C: gl.constexpr, NUMBER: gl.
                 s = _scores(tiles, low, high, phase, NUMBER + zero, zero, NUMBER, C)
                 if NUMBER == 0:
                     row_max, row_sum, acc = even_step(
-                        s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps, True
+                        s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps
                     )
                 else:
                     row_max, row_sum, acc = odd_step(
-                        s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps, True
+                        s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps
                     )
                 t += 1
         if steps > 0:
@@ -535,8 +535,7 @@ def _box(
 
 @gluon.jit
 def _bring(keys, table, pages, n, phase, start, hi, tiles, TILE: gl.constexpr, C: gl.constexpr):
-    """The 64 keys from n on, either half as soon as it is free.  What is not TMA's is fenced here,
-    once a tile, and not in every step of the consumers."""
+    """The 64 keys from n on, either half as soon as it is free."""
     left, right, rope, places, bars = tiles.left, tiles.right, tiles.rope, tiles.places, tiles.bars
     position = n + gl.arange(0, 64, layout=ROW)
     valid = (position >= start) & (position < hi)
@@ -552,6 +551,7 @@ def _bring(keys, table, pages, n, phase, start, hi, tiles, TILE: gl.constexpr, C
         bar = bars.index(LEFT + TILE)
         mbarrier.expect(bar, 64 * 256 * 2)
         _box(keys.latent_box, keys.left_boxes, bar, table, pages, first, n, 0, TILE, C)
+        async_copy.mbarrier_arrive(bar, increment_count=False)
         bar = bars.index(RIGHT + TILE)
         mbarrier.wait(bars.index(RIGHT_FREE + TILE), phase)
         places.index(TILE).store(gl.where(valid, position, NOWHERE))
@@ -560,22 +560,19 @@ def _bring(keys, table, pages, n, phase, start, hi, tiles, TILE: gl.constexpr, C
         _box(keys.latent_box, keys.right_boxes, bar, table, pages, first, n, 256, TILE, C)
         if C.D > 0:
             _box(keys.rope_box, keys.rope_boxes, bar, table, pages, first, n, 0, TILE, C)
+        async_copy.mbarrier_arrive(bar, increment_count=False)
     else:
         slot = (position % C.PAGE).to(gl.int64)
         of_latent, of_rope = keys.steps
         _ask(keys.latent, page, slot, valid, of_latent, 0, left.index(TILE))
-        async_copy.commit_group()
+        async_copy.mbarrier_arrive(bars.index(LEFT + TILE), increment_count=False)
+        mbarrier.arrive(bars.index(LEFT + TILE), count=1)
         mbarrier.wait(bars.index(RIGHT_FREE + TILE), phase)
         if C.D > 0:
             _ask(keys.rope, page, slot, valid, of_rope, 0, rope.index(TILE))
         _ask(keys.latent, page, slot, valid, of_latent, 256, right.index(TILE))
-        async_copy.commit_group()
+        async_copy.mbarrier_arrive(bars.index(RIGHT + TILE), increment_count=False)
         places.index(TILE).store(gl.where(valid, position, NOWHERE))
-        async_copy.wait_group(1)
-        fence_async_shared()
-        arrive(bars, LEFT + TILE)
-        async_copy.wait_group(0)
-        fence_async_shared()
         arrive(bars, RIGHT + TILE)
 
 
@@ -714,7 +711,7 @@ def _attend(
         lse_head,
     )
     dtype: gl.constexpr = key.dtype.element_ty
-    tiles = tiles_of(dtype, C.D, [4, 64], 1, 1, 129)
+    tiles = tiles_of(dtype, C.D, [4, 64], 129, 129, 129)
     BOXES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BOX: gl.constexpr = key_desc.block_shape[1]
     WIDTH: gl.constexpr = key_desc.block_shape[2]

@@ -178,24 +178,17 @@ def item(number, HEADS: gl.constexpr, SPLITS: gl.constexpr):
 
 
 @gluon.jit
-def _fence(FENCED: gl.constexpr):
-    """So that wgmma reads the keys that have arrived, unless their writer has fenced them."""
-    if not FENCED:
-        fence_async_shared()
-
-
-@gluon.jit
-def products(tiles, phase, tile, zero, TILE, ROPE: gl.constexpr, FENCED: gl.constexpr = False):
+def products(tiles, phase, tile, zero, TILE, ROPE: gl.constexpr):
     """[64, 64] products of the queries and a tile of keys, on their way once it is there."""
     q_left, q_right, q_rope, left, right, rope, _exchange, _places, bars = tiles
     mbarrier.wait(bars.index(LEFT + TILE), phase)
-    _fence(FENCED)
+    fence_async_shared()
     s = gl.zeros([64, 64], gl.float32, layout=S)
     s = warpgroup_mma(
         q_left.index(zero), left.index(tile).permute((1, 0)), s, use_acc=False, is_async=True
     )
     mbarrier.wait(bars.index(RIGHT + TILE), phase)
-    _fence(FENCED)
+    fence_async_shared()
     s = warpgroup_mma(q_right.index(zero), right.index(tile).permute((1, 0)), s, is_async=True)
     if ROPE > 0:
         s = warpgroup_mma(q_rope.index(zero), rope.index(tile).permute((1, 0)), s, is_async=True)
@@ -306,19 +299,7 @@ def _is_last(step, steps):
 
 
 @gluon.jit
-def even_step(
-    s,
-    row_max,
-    row_sum,
-    acc,
-    scale_log2,
-    tiles,
-    zero,
-    phase,
-    step,
-    steps,
-    FENCED: gl.constexpr = False,
-):
+def even_step(s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps):
     """Of the even consumer: its own tile's scores `s`, and the odd one's probabilities.  After the
     last of `steps` its queries are free; None: they stay."""
     left, rope, bars = tiles.left, tiles.rope, tiles.bars
@@ -333,7 +314,7 @@ def even_step(
     arrive(bars, LEFT_FREE)
     mbarrier.wait(bars.index(WEIGHED + 1), phase)
     mbarrier.wait(bars.index(LEFT + 1), phase)
-    _fence(FENCED)
+    fence_async_shared()
     row_max = tiles.exchange.index(1).load(gl.SliceLayout(1, S))
     acc, row_sum = _scaled(acc, row_sum, mine, row_max)
     running = warpgroup_mma(rope.index(1 + zero), left.index(1 + zero), acc, is_async=True)
@@ -343,24 +324,12 @@ def even_step(
 
 
 @gluon.jit
-def odd_step(
-    s,
-    row_max,
-    row_sum,
-    acc,
-    scale_log2,
-    tiles,
-    zero,
-    phase,
-    step,
-    steps,
-    FENCED: gl.constexpr = False,
-):
+def odd_step(s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps):
     """Of the odd consumer: the even one's probabilities, and its own tile's scores `s`."""
     right, rope, bars = tiles.right, tiles.rope, tiles.bars
     mbarrier.wait(bars.index(WEIGHED), phase)
     mbarrier.wait(bars.index(RIGHT), phase)
-    _fence(FENCED)
+    fence_async_shared()
     other = tiles.exchange.index(0).load(gl.SliceLayout(1, S))
     acc, row_sum = _scaled(acc, row_sum, row_max, other)
     running = warpgroup_mma(rope.index(zero), right.index(zero), acc, is_async=True)
