@@ -83,6 +83,7 @@ def scores(
     VALUES: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
+    set_workspace_multibuffer: tl.constexpr,
 ):
     """out [rows, wide, heads], with VALUES behind it the same without what is forced; counts
     [heads, rows]: how many blocks a row has.  A core takes a piece of a token's blocks."""
