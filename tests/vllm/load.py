@@ -9,8 +9,9 @@ behind kept prefixes; a tenth is aborted in mid-stream; who finds no page is pre
 again.  A line says how often each of these happened; what never did is an error.
 
 Every token, those of aborted streams too, is judged by our own decode loop, given the same text:
-in float32 (DEVICE=cpu, tiny models) it is the loop's own, in bfloat16 (four narrow layers, decode
-steps in graphs) within rounding.  A GPU needs what h200.py says, each rank a card; processes that
+in float32 (DEVICE=cpu, tiny models) it is the loop's own, but for selections that a float's last
+bit decides, two of 2,000 requests; in bfloat16 (four narrow layers, decode steps in graphs) it is
+within rounding.  A GPU needs what h200.py says, each rank a card; processes that
 share cards and FOLDER serve in turns, since ranks that wait for one another keep a card busy.
 """
 
