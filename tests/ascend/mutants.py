@@ -76,6 +76,10 @@ _ZEROS = "rows behind the products are zeros: the sum of squares comes after, th
 # by function, words of a mutant's title ($ is its end): why it changes no result
 _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "absorption.absorb": (("ROWS, DEPTH, COLUMNS)", "both are 128 in every configuration"),),
+    "before_attention.launch": (("prolog.index_size, prolog.size)", _NAMED),),
+    "blocks_in_place.accumulate": (
+        ("total >= 0 (2)", "a row without a key takes the other branch"),
+    ),
     "causal_conv1d.convolve": (
         ("-> part_of(n, starts, ", _ADDRESS),
         ("W > 2 -> W >= 2$", _TAPS),
@@ -218,6 +222,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("LATENT), value, key, ", "only whether they are one tensor is asked, where they are"),
     ),
     "lightning_indexer.scores_of": (("RATIO >= 1", "by 1 nothing is divided"),),
+    "lightning_indexer.tail": (("one <= more", "what lies there without one is written next"),),
     "lightning_indexer_grad.spread": (("ok >= 0 (2)", "what does not count adds 0 anywhere"),),
     "lightning_indexer_grad.grad_keys": (
         ("high >= low", "a request without a token of this launch adds zeros"),
@@ -286,6 +291,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> new(index_heads, tokens)", _NUMBERS),
         ("-> new(rank, tokens)", _NUMBERS),
     ),
+    "quantized_rows.of_index_heads": (("wanted, rotary, size)", _NAMED),),
     "quantized_rows.of_latents": (
         ("latent, rank, rotary)", _NAMED),
         ("rank, rotary, latent)", _NAMED),
@@ -316,6 +322,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "sharedkv_prolog_pto.of_heads": (
         ("_turn_heads(to_query, query, ", "both are one tensor"),
         ("_turn_heads(to_index, index, ", "both are one tensor"),
+    ),
+    "sparse_attention_score._attended": (
+        ("weighing(_OP, size, heads)", _TILES),
+        ("-> block >= 1", "a block of one key is a block as well"),
     ),
     "sparse_attn_sharedkv.accumulate": (
         ("total >= 0 (2)", "the logarithm of a sum of 0 is not taken"),
