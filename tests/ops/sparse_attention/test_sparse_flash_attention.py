@@ -271,11 +271,6 @@ ROPE = dict(query_rope=torch.zeros(2, 3, 4, 16), key_rope=torch.zeros(2, 9, 1, 1
         (dict(layout_kv="PA_BSND"), ValueError, "`actual_seq_lengths_kv` is missing"),
         (dict(key=torch.zeros(2, 9, 1, 48)), ValueError, "`key` has shape .* D=32"),
         (dict(value=torch.zeros(2, 8, 1, 32)), ValueError, "`value` has shape .* S2=9"),
-        (
-            dict(query=torch.zeros(2, 3, 4, 0), key=torch.zeros(2, 9, 1, 0)),
-            ValueError,
-            "`query` has latents of 0 channels, expected at least 1",
-        ),
         (dict(value=torch.zeros(2, 9, 1, 32).half()), TypeError, "`value` has dtype"),
         (dict(sparse_indices=torch.zeros(2, 3, 1, 5)), TypeError, "`sparse_indices` is float32"),
         (
@@ -288,6 +283,11 @@ ROPE = dict(query_rope=torch.zeros(2, 3, 4, 16), key_rope=torch.zeros(2, 9, 1, 1
         (dict(sinks=torch.zeros(4).half()), TypeError, "`sinks` is float16, expected float32"),
         (dict(sinks=torch.zeros(5)), ValueError, "`sinks` has shape .* N=4"),
         (dict(query=torch.zeros(2, 3, 32, 4).mT), ValueError, "`query` has stride 4"),
+        (
+            dict(query=torch.zeros(2, 3, 4, 0), key=torch.zeros(2, 9, 1, 0)),
+            ValueError,
+            "`query` has latents of 0 channels, expected at least 1",
+        ),
     ],
 )
 def test_errors(change, error, message):
