@@ -29,6 +29,7 @@ def paged(
     absent: bool = False,
     values: bool = True,
     rising: bool = False,
+    blind: bool = False,
     **options: Any,
 ) -> Make:
     """Pages that no request owns may not be touched."""
@@ -51,6 +52,9 @@ def paged(
                     number = int(table[i, p // page])
                     if 0 <= number < len(key):
                         key[number, p % page] = p
+        if blind:  # the second block of the first request has no number
+            for p in range(block, 2 * block):
+                key[table[0, p // page], p % page] = torch.nan
         x.forbid(key, order)
         return dict(
             query=query,
@@ -92,6 +96,11 @@ CASES = (
         paged([3], [90], 20, 32, 4, 6, 32, values=False, local_blocks=2),
     ),
     Case(OP, "70 heads", paged([2], [300], 70, 64, 256, 2)),
+    Case(
+        OP,
+        "a block that is NaN",
+        paged([2], [40], 2, 32, 4, 12, 16, values=False, blind=True),
+    ),
     Case(OP, "a token a round", in_rounds(1, paged([2, 1], [40, 30], 2, 32, 4, 3, 16))),
 )
 CONTROLS = tuple(

@@ -177,8 +177,8 @@ CONTROLS = (
     Control(
         "the first heads in every round",
         KERNEL,
-        "here = slice(first, first + at_once)",
-        "here = slice(0, at_once)",
+        "at = slice(head, head + at_once)",
+        "at = slice(0, at_once)",
         "four of six heads a round, no norm",
     ),
     Control(
