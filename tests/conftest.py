@@ -250,6 +250,8 @@ def pytest_sessionfinish(session, exitstatus):
         if ran_on == BACKEND_OF[device] and (op, ran_on) not in _doubted
     }
     doubted = {op for op, ran_on in filter(None, _doubted) if ran_on == BACKEND_OF[device]}
+    # a run of a part takes nothing from an op of which an earlier one ran more
+    ran = {op: x for op, x in ran.items() if x["tests"] >= kept.get(op, x)["tests"]}
     record = {
         "device": device,
         "hardware": where,
