@@ -195,6 +195,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "fused_sigmoid_gating_delta_rule_update.update": (
         ("end >= start", "a sequence without a token stores the state that it loaded"),
+        ("-> left(n, starts, ", _ADDRESS),
     ),
     "grouped_o_proj_pto._config": (
         ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
