@@ -126,7 +126,7 @@ def _belonging(c: Checker, x: Mapping[str, Any]) -> None:
                 "leave it out.",
             )
         if x["cmp_kv"] is not None:
-            c.at_least("cmp_ratio", x["cmp_ratio"], 1)
+            c.count("cmp_ratio", x["cmp_ratio"])
 
 
 def _queries(c: Checker, x: Mapping[str, Any]) -> None:
