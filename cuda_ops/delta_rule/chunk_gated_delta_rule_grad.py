@@ -527,7 +527,7 @@ def _gates_kernel(
     """dbeta and dg of a chunk and some value heads, from the parts."""
     chunk = tl.program_id(0)
     hv = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    start, first, length, _inside = _place(lengths, chunk, T, sequences, C.SEQUENCES, C.VARLEN)
+    start, first, length, inside = _place(lengths, chunk, T, sequences, C.SEQUENCES, C.VARLEN)
     if first < length:
         i = tl.arange(0, CHUNK)
         at = (start + first + i)[:, None] * C.NV + hv[None, :]
@@ -538,7 +538,9 @@ def _gates_kernel(
                 of_rate += tl.load(rate_parts + block * T.to(tl.int64) * C.NV + at, mask, 0.0)
             if C.BETA > 1:
                 to_rate = beta + (start + first + i)[:, None] * b_row + hv[None, :]
-                rate = rate_of(tl.load(to_rate, mask=mask, other=0.0), mask, C.BETA)
+                # behind the last sequence beta may be anything
+                valid = mask & (first + i < inside)[:, None]
+                rate = rate_of(tl.load(to_rate, mask=valid, other=0.0), valid, C.BETA)
                 of_rate = of_beta(of_rate, rate, C.BETA)
             tl.store(d_beta + at, of_rate.to(d_beta.dtype.element_ty), mask=mask)
         if C.GATE:
