@@ -124,6 +124,23 @@ def test_lengths_beyond_the_tokens_end_with_them(odd, meant, device, backend):
     RULE.assert_lengths_end_with_the_tokens(case, "actual_seq_lengths", odd, device, backend)
 
 
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("rates", range(3))
+def test_tokens_of_no_sequence_may_hold_anything(rates, size, device, backend):
+    """And get gradients of zero."""
+    lengths = (5, 3)
+    case = Sequences(lengths, N=1, Nv=2, Dk=size, Dv=size, behind=3, rates=rates)
+    x = RULE.for_grad(case, device)
+    want = RULE.grad(**x)
+    for name in ("query", "key", "value", "g", "beta", "d_out"):
+        x[name][sum(lengths) :] = float("nan")
+    got = RULE.grad(**x)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+        if a.shape[0] == sum(lengths) + 3:
+            assert not a[sum(lengths) :].any()
+
+
 def test_one_output_is_enough(device, backend):
     case = Sequences((40, 3), N=1, Nv=2, Dk=16, Dv=16)
     RULE.assert_one_output_is_enough(case, device)
