@@ -134,10 +134,35 @@ def _of_decays(q: Tensor, k: Tensor, exact: Outputs, eps: float) -> Tensor:
     return eps * torch.cat([each.flatten(0, -3) for each in terms]).norm(dim=0)
 
 
+def _of_roundings(
+    op: str, x: Arguments, exact: Outputs, eps: float, names: Collection[str]
+) -> dict[str, float]:
+    """What a rounding of each number of these inputs does in float64: the most of eight draws."""
+    signs = torch.Generator().manual_seed(0)
+
+    def off(name: str, t: Tensor) -> Tensor:
+        if not t.is_floating_point():
+            return t
+        sign = torch.randint(2, t.shape, generator=signs) * 2 - 1
+        return t.double() * (1 + eps * sign) if name in names else t.double()
+
+    most = dict.fromkeys(exact, 0.0)
+    for _ in range(8):
+        came = _of_reference(op, each_tensor(x, off), {})
+        for name, wanted in exact.items():
+            if wanted.numel():
+                most[name] = max(most[name], float((came[name] - wanted).abs().max()))
+    return most
+
+
 def _of_delta_gradients(x: Arguments, exact: Outputs, eps: float) -> dict[str, float]:
-    if x["g"] is None or not x["query"].numel():
-        return {}
-    return {"output 5": float(_of_decays(x["query"], x["key"], exact, eps).norm(dim=-1).max())}
+    """Kernels round states, what a token adds to them (N) and its gradient (R) to the dtype."""
+    names = ("value", "d_out", "initial_state", "d_final_state")
+    off = _of_roundings("npu_chunk_gated_delta_rule_grad", x, exact, eps / 2, names)
+    if x["g"] is not None and x["query"].numel():
+        decays = _of_decays(x["query"], x["key"], exact, eps).norm(dim=-1)
+        off["output 5"] = max(off["output 5"], float(decays.max()))
+    return off
 
 
 def _of_kda_gradients(x: Arguments, exact: Outputs, eps: float) -> dict[str, float]:
@@ -151,14 +176,17 @@ def _of_kda_gradients(x: Arguments, exact: Outputs, eps: float) -> dict[str, flo
         beta = delta_rules.rate(beta, True, x["allow_neg_eigval"])
     R = (d_v / beta[..., None]).nan_to_num(0, 0, 0)
     by_value = (R * v).abs().sum(-1) * of_beta.nan_to_num(0)
-    out = {"output 4": eps * float(by_value.max()) if R.numel() else 0.0}
+    names = ("q", "k", "v", "d_out", "initial_state", "d_final_state")
+    off = _of_roundings("npu_chunk_kda_grad", x, exact, eps / 2, names)
+    out = {name: off[name] for name in ("output 0", "output 1", "output 2", "output 5")}
+    out["output 4"] = eps * float(by_value.max()) if R.numel() else 0.0
     by_g = torch.ones(())
     if x["use_gate_in_kernel"]:
         _, by_g, by_A = gate(g, x["A_log"], x["dt_bias"], x["lower_bound"])
         of_A = (d_g * by_A / by_g).nan_to_num(0, 0, 0)
         # of a channel's factors some are its own, some are shared by a token's channels
-        off = torch.hypot(of_A.norm(), of_A.sum(-1).norm())
-        out |= {"output 6": 2 * eps * float(off), "output 7": 2 * eps * float(d_g.norm())}
+        whole = torch.hypot(of_A.norm(), of_A.sum(-1).norm())
+        out |= {"output 6": 2 * eps * float(whole), "output 7": 2 * eps * float(d_g.norm())}
     if g.numel():
         decays = _of_decays(x["q"], x["k"], exact, eps)
         out["output 3"] = float(by_g.abs().nan_to_num(0).max() * decays.max())
@@ -216,27 +244,6 @@ def _of_scores(x: Arguments, exact: Outputs, eps: float) -> dict[str, float]:
     return {
         "output 1": torch.finfo(torch.float32).eps * float(terms.max()) if terms.numel() else 0.0
     }
-
-
-def _of_roundings(
-    op: str, x: Arguments, exact: Outputs, eps: float, names: Collection[str]
-) -> dict[str, float]:
-    """What a rounding of each number of these inputs does in float64: the most of eight draws."""
-    signs = torch.Generator().manual_seed(0)
-
-    def off(name: str, t: Tensor) -> Tensor:
-        if not t.is_floating_point():
-            return t
-        sign = torch.randint(2, t.shape, generator=signs) * 2 - 1
-        return t.double() * (1 + eps * sign) if name in names else t.double()
-
-    most = dict.fromkeys(exact, 0.0)
-    for _ in range(8):
-        came = _of_reference(op, each_tensor(x, off), {})
-        for name, wanted in exact.items():
-            if wanted.numel():
-                most[name] = max(most[name], float((came[name] - wanted).abs().max()))
-    return most
 
 
 def _of_compressed_gradients(x: Arguments, exact: Outputs, eps: float) -> dict[str, float]:
