@@ -32,7 +32,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,39 +116,14 @@ def prompts(vocabulary: int, seed: int = 0, count: int = REQUESTS) -> list[list[
 class Verdict(NamedTuple):
     same: int  # tokens that are the model's own choice
     worst: float  # distance of the others from it, in roundings
-    own: float  # the same of the loop itself, whose sums are cut as ranks cut them
     wrong: list[tuple[int, int, int]]  # length of a text, its tokens too far off, the first
 
 
-@contextmanager
-def cut(model: Any, ranks: int) -> Iterator[None]:
-    """Products that ranks share are sums of their parts, each rounded."""
-    import torch
-
-    parts = ("o_proj", "out_proj", "down_proj")
-    found = [each for name, each in model.named_modules() if name.rpartition(".")[2] in parts]
-
-    def of_ranks(layer: Any, x: torch.Tensor) -> torch.Tensor:
-        pairs = zip(x.chunk(ranks, -1), layer.weight.chunk(ranks, -1), strict=True)
-        first, *others = [torch.nn.functional.linear(*pair) for pair in pairs]
-        return sum(others, first)
-
-    for layer in found:
-        layer.forward = partial(of_ranks, layer)
-    yield
-    for layer in found:
-        del layer.forward
-
-
 def judge(
-    model: Any,
-    texts: list[list[int]],
-    outputs: list[list[int]],
-    roundings: float,
-    ranks: int = 1,
+    model: Any, texts: list[list[int]], outputs: list[list[int]], roundings: float
 ) -> Verdict:
     """`model` is our own decode loop's.  Texts of about one length go together, behind each as much
-    padding as it takes.  What ranks add up may be twice as far off as the loop that adds so."""
+    padding as it takes."""
     import torch
 
     from custom.integrations.transformers import use
@@ -163,30 +137,23 @@ def judge(
         for length, numbers in alike.items()
         for first in range(0, len(numbers), BATCH)
     ]
-    own, distances = 0.0, {}
+    same, worst, wrong = 0, 0.0, []
     for length, batch in batches:
         padded = [given[number] + [0] * (length - len(given[number])) for number in batch]
-        tokens = torch.tensor(padded, device=DEVICE)
         with torch.no_grad(), use():
-            of_all = others = model(tokens, use_cache=True).logits
-            if ranks > 1:
-                with cut(model, ranks):
-                    others = model(tokens, use_cache=True).logits
-        for number, row, other in zip(batch, of_all, others, strict=True):
+            of_all = model(torch.tensor(padded, device=DEVICE), use_cache=True).logits
+        for number, row in zip(batch, of_all, strict=True):
             first, output = len(texts[number]) - 1, outputs[number]
-            logits, of_cut = (x[first : first + len(output)].float() for x in (row, other))
-            chosen = torch.stack([torch.tensor(output, device=DEVICE), of_cut.argmax(-1)])
-            below = logits.max(-1).values - logits.gather(1, chosen.T).T
+            logits = row[first : first + len(output)].float()
+            chosen = logits.gather(1, torch.tensor(output, device=DEVICE)[:, None])[:, 0]
+            below = logits.max(-1).values - chosen
             below /= torch.finfo(model.dtype).eps * logits.abs().max()
-            distances[number] = below[0]
-            own = max(own, float(below[1].max()))
-    every = torch.cat(list(distances.values()))
-    most, wrong = max(roundings, 2 * own), []
-    for number, below in distances.items():
-        off = (below > most).nonzero()
-        if len(off):
-            wrong.append((len(texts[number]), len(off), int(off[0])))
-    return Verdict(int((every == 0).sum()), float(every.max()), own, wrong)
+            same += int((below == 0).sum())
+            worst = max(worst, float(below.max()))
+            off = (below > roundings).nonzero()
+            if len(off):
+                wrong.append((first + 1, len(off), int(off[0])))
+    return Verdict(same, worst, wrong)
 
 
 def exactly(count: int) -> Any:

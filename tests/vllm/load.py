@@ -11,10 +11,8 @@ again.  A line says how often each of these happened; what never did is an error
 Every token, those of aborted streams too, is judged by our own decode loop, given the same text:
 in float32 (DEVICE=cpu, tiny models) it is the loop's own, but for selections that a float's last
 bit decides, two of 2,000 requests; in bfloat16 (four narrow layers, decode steps in graphs) it is
-within rounding, on several ranks within twice what the loop is off whose sums are cut as theirs
-are: which keys are selected may hang on the last bit.  A GPU needs what h200.py says, each rank a
-card; processes that share cards and FOLDER serve in turns, since ranks that wait for one another
-keep a card busy.
+within rounding.  A GPU needs what h200.py says, each rank a card; processes that
+share cards and FOLDER serve in turns, since ranks that wait for one another keep a card busy.
 """
 
 from __future__ import annotations
@@ -186,13 +184,11 @@ def run(given: argparse.Namespace, root: Path) -> None:
     assert len(seen) == given.ranks and all(each["ops"] for each in seen), seen
     for request, got in zip(asked, tokens, strict=True):
         assert request.kept <= len(got) <= request.count, (request, got)
-    texts = [each.text for each in asked]
-    verdict = h200.judge(model, texts, tokens, load.part.roundings, given.ranks)
+    verdict = h200.judge(model, [each.text for each in asked], tokens, load.part.roundings)
     times.append(time.perf_counter())
     print(
         f"equal: {verdict.same} of {sum(map(len, tokens))} tokens, farthest: {verdict.worst:.2f} "
-        f"roundings, of the loop with its sums cut: {verdict.own:.2f};",
-        "seconds to start, serve and judge:",
+        "roundings; seconds to start, serve and judge:",
         *(f"{after - before:.0f}" for before, after in pairwise(times)),
         flush=True,
     )
