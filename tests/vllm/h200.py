@@ -116,14 +116,12 @@ def prompts(vocabulary: int, seed: int = 0, count: int = REQUESTS) -> list[list[
 class Verdict(NamedTuple):
     same: int  # tokens that are the model's own choice
     worst: float  # distance of the others from it, in roundings
-    wrong: list[tuple[int, int, int]]  # length of a text, its tokens too far off, the first
+    wrong: list[tuple[int, int, int]]  # a text, its tokens too far off, the first
 
 
-def judge(
-    model: Any, texts: list[list[int]], outputs: list[list[int]], roundings: float
-) -> Verdict:
-    """`model` is our own decode loop's.  Texts of about one length go together, behind each as much
-    padding as it takes."""
+def below(model: Any, texts: list[list[int]], outputs: list[list[int]]) -> list[Any]:
+    """How far each token's logit lies below the best one, in roundings.  `model` is our own decode
+    loop's.  Texts of about one length go together, behind each as much padding as it takes."""
     import torch
 
     from custom.integrations.transformers import use
@@ -137,7 +135,7 @@ def judge(
         for length, numbers in alike.items()
         for first in range(0, len(numbers), BATCH)
     ]
-    same, worst, wrong = 0, 0.0, []
+    distances: list[Any] = [None] * len(texts)
     for length, batch in batches:
         padded = [given[number] + [0] * (length - len(given[number])) for number in batch]
         with torch.no_grad(), use():
@@ -146,13 +144,21 @@ def judge(
             first, output = len(texts[number]) - 1, outputs[number]
             logits = row[first : first + len(output)].float()
             chosen = logits.gather(1, torch.tensor(output, device=DEVICE)[:, None])[:, 0]
-            below = logits.max(-1).values - chosen
-            below /= torch.finfo(model.dtype).eps * logits.abs().max()
-            same += int((below == 0).sum())
-            worst = max(worst, float(below.max()))
-            off = (below > roundings).nonzero()
-            if len(off):
-                wrong.append((first + 1, len(off), int(off[0])))
+            rounding = torch.finfo(model.dtype).eps * logits.abs().max()
+            distances[number] = ((logits.max(-1).values - chosen) / rounding).cpu()
+    return distances
+
+
+def judge(
+    model: Any, texts: list[list[int]], outputs: list[list[int]], roundings: float
+) -> Verdict:
+    same, worst, wrong = 0, 0.0, []
+    for number, of_text in enumerate(below(model, texts, outputs)):
+        same += int((of_text == 0).sum())
+        worst = max(worst, float(of_text.max()))
+        off = (of_text > roundings).nonzero()
+        if len(off):
+            wrong.append((number, len(off), int(off[0])))
     return Verdict(same, worst, wrong)
 
 
@@ -373,8 +379,8 @@ def report(name: str, root: Path, told: Path | None) -> tuple[dict[str, Any], bo
             f"| {name} | {x['start']:.0f} | {count} | {prefill:,.0f} | {decode:,.0f} | {verdict} |"
         )
     far = [
-        f"{name}: too far off: {count} tokens behind {length}, from the {first}. on"
-        for length, count, first in x.get("wrong", [])
+        f"{name}: too far off: {count} tokens of text {number}, from the {first}. on"
+        for number, count, first in x.get("wrong", [])
     ]
     tail = [] if judged else [f"{name} failed:", *said.strip().splitlines()[-25:]]
     for line in [*far, *tail]:

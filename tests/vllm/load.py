@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -162,6 +163,22 @@ def start(load: Load, ranks: int, model: Any, folder: Path) -> Any:
         return h200.start(load.part._replace(options=load.part.options | options), model, folder)
 
 
+def alone(
+    engine: Any,
+    model: Any,
+    asked: list[Request],
+    tokens: list[list[int]],
+    wrong: list[tuple[int, int, int]],
+) -> Iterator[str]:
+    """The requests with tokens too far off, and what the engine answers to eight of them alone."""
+    yield f"too far off: {wrong}"
+    for number, _count, first in wrong[:8]:
+        text, token = asked[number].text + tokens[number][:first], tokens[number][first]
+        (again,) = h200.generate(engine, [text], 1)
+        off, then = (float(x) for x in h200.below(model, [text] * 2, [[token], again]))
+        yield f"behind {len(text)} tokens {off:.1f} roundings off, asked alone {then:.1f}"
+
+
 def run(given: argparse.Namespace, root: Path) -> None:
     load, random, times = LOADS[given.model], Random(given.seed), [time.perf_counter()]
     model, folder = make(load, root)
@@ -192,7 +209,8 @@ def run(given: argparse.Namespace, root: Path) -> None:
         *(f"{after - before:.0f}" for before, after in pairwise(times)),
         flush=True,
     )
-    assert not verdict.wrong, verdict.wrong
+    if verdict.wrong:
+        sys.exit("\n".join(alone(engine, model, asked, tokens, verdict.wrong)))
     for what, times_each in MUST.items():
         assert COUNTED[what] > times_each * load.pages, f"too few: {what}"
     assert not SMALL or verdict.same == sum(map(len, tokens))
