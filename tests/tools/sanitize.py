@@ -38,6 +38,7 @@ from custom.bench import (
     attention,
     delta_rule,
     indexer_loss,
+    latents,
     merging,
     quantized_weights,
     sparse_attention,
@@ -107,6 +108,8 @@ WIDER: dict[str, list[Case]] = {
         _rope_apart(indexer_loss.loss_case(96, 576, 3, 150, 140)),
     ],
     "npu_indexer_loss_backward": [indexer_loss.backward_case(40, 700, 300)],
+    # keys neither cut nor in parts: tiles that every row sees, others, and ends
+    "npu_fused_infer_attention_score_v2": [latents.prefill_case(140, 64, 320)],
     "npu_mla_prolog_pto": [
         quantized_weights.mla_prolog_case(tokens, 128, "fp8") for tokens in (3, 130)
     ],

@@ -22,6 +22,9 @@ SHORT = [(3, 300), (1, 5), (2, 0), (4, 129), (0, 9), (2, 192)]
 LONG = [(2, 1501), (1, 5), (0, 40)]
 WIDE = [(130, 20), (9, 130)]
 ONE = [(2, 1501)]
+FULL = [(130, 192), (140, 128)]
+DEEP = [(140, 205), (129, 333)]
+ABSENT, THERE = [2, -1, 3, -(2**31), 2**33 + 1, 0, 7, -1], [2, 0]
 
 
 @pytest.fixture
@@ -57,6 +60,9 @@ def ran(monkeypatch):
         (LONG, 16, 0, "BSND", 3, None, "evenly"),
         (WIDE, 40, 64, "BSND", 3, None, "not"),
         (ONE, 16, 0, "BSND", 3, None, "in parts"),
+        (FULL, 16, 64, "BSND", 0, None, "not"),
+        (DEEP, 16, 64, "TND", 4, 200, "not"),
+        (DEEP, 16, 0, "BSND_NBSD", 3, None, "not"),
     ],
 )
 def test_against_a_loop(ran, requests, heads, rope, layout, mode, window, spread):
@@ -72,27 +78,50 @@ def test_against_a_loop(ran, requests, heads, rope, layout, mode, window, spread
     assert_near("lse", torch.cat(got_lse), want_lse, 1e-5)
 
 
+def test_tiles_in_turn(ran, monkeypatch):
+    """More tiles than programs, of few tokens a request."""
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 2)
+    problem = Problem([(20, 150), (3, 70)], 20, 512, 64).rounded_to(torch.float16)
+    given = problem.arguments("BSND", DEVICE, torch.float16)
+    out, lse = launched(OP, **given, return_softmax_lse=True)
+    assert ran == ["not"]
+    (got, _), (got_lse, _) = problem.unpacked(out, lse, "BSND")
+    want, want_lse = problem.solved(3, None, torch.float64)
+    assert_near("out", torch.cat(got), want, 5e-4)
+    assert_near("lse", torch.cat(got_lse), want_lse, 1e-5)
+
+
+def _of_pages(table, queries, heads, page):
+    """Of a request whose pages are those of the table, in a cache of three."""
+    torch.manual_seed(0)
+    cache = torch.randn(3, page, 1, 512).half().to(DEVICE)
+    return launched(
+        OP,
+        query=torch.randn(1, queries, heads, 512).half().to(DEVICE),
+        key=cache,
+        value=cache,
+        num_query_heads=heads,
+        num_key_value_heads=1,
+        softmax_scale=0.05,
+        input_layout="BSND",
+        block_table=torch.tensor([table], device=DEVICE),
+        actual_seq_kvlen=torch.tensor([len(table) * page], device=DEVICE),
+        return_softmax_lse=True,
+    )
+
+
 def test_pages_that_are_not_there_are_absent(ran):
     """Inside of whole tiles."""
-    cache = torch.randn(3, 16, 1, 512).half().to(DEVICE)
-    query = torch.randn(1, 1, 4, 512).half().to(DEVICE)
-
-    def of(table):
-        return launched(
-            OP,
-            query=query,
-            key=cache,
-            value=cache,
-            num_query_heads=4,
-            num_key_value_heads=1,
-            softmax_scale=0.05,
-            input_layout="BSND",
-            block_table=torch.tensor([table], device=DEVICE),
-            actual_seq_kvlen=torch.tensor([len(table) * 16], device=DEVICE),
-            return_softmax_lse=True,
-        )
-
-    some, all_ = of([2, -1, 3, -(2**31), 2**33 + 1, 0, 7, -1]), of([2, 0])
+    some, all_ = (_of_pages(table, 1, 4, 16) for table in (ABSENT, THERE))
     for x, y in zip(some, all_, strict=True):
         torch.testing.assert_close(x, y, rtol=2e-3, atol=1e-3)
     assert len(ran) == 2
+
+
+@pytest.mark.parametrize("page", [16, 64, 128])
+def test_pages_are_absent_for_many_rows(ran, page):
+    """Inside of tiles of keys that all rows see, or a whole one and more."""
+    some, all_ = (_of_pages(table, 300, 16, page) for table in (ABSENT, THERE))
+    for x, y in zip(some, all_, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-3, atol=1e-3)
+    assert ran == ["not"] * 2
