@@ -612,6 +612,7 @@ def attend(
     KEY_TILE: tl.constexpr,
     set_workspace_multibuffer: tl.constexpr,
     tile_mix_vector_loop: tl.constexpr,
+    limit_auto_multi_buffer_of_local_buffer: tl.constexpr,
 ):
     """A tile is half a run.  What a head carries from tile to tile is LANES equal columns, see
     fused_attention.py."""
