@@ -612,70 +612,75 @@ def attend(
     KEY_TILE: tl.constexpr,
     set_workspace_multibuffer: tl.constexpr,
     tile_mix_vector_loop: tl.constexpr,
+    limit_auto_multi_buffer_of_local_buffer: tl.constexpr,
 ):
     """A tile is half a run.  What a head carries from tile to tile is LANES equal columns, see
-    fused_attention.py."""
+    fused_attention.py.  A core's works are neighbours of one tile of heads, whose sinks it has
+    made once."""
     d = tl.arange(0, SIZE)
     j = tl.arange(0, KEY_TILE)
     head_tiles = heads // HEAD_TILE
     half = width // 2
     start, end = share(rows * head_tiles)
-    for work in range(start, end):
-        h = work % head_tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
-        row = work // head_tiles
-        token = (first + row).to(tl.int64)
-        q = tl.load(query + token * query_row + h[:, None] * query_head + d[None])
-        of_row = plan + token * width
-        near = tl.load(of_row + NEAR_RUNS)
-        runs = near
-        if SOURCES == 2:
-            runs += tl.load(of_row + NEAR_RUNS + 1)
-        peak = tl.full((HEAD_TILE, LANES), -1e30, tl.float32)  # finite: a tile may hold no key
-        total = tl.zeros((HEAD_TILE, LANES), tl.float32)
-        # 0, as a number of this turn: a constant would be held beside what becomes of it
-        acc = tl.full((HEAD_TILE, SIZE), (work < 0).to(tl.float32), tl.float32)
-        # the first run of a window may be a half, so may the last one of each source
-        of_lengths = of_row + HEAD + half
-        length = tl.load(of_lengths)
-        first_half = tl.where((near > 0) & (length <= KEY_TILE), 1, 0)
-        length = tl.load(of_lengths + tl.maximum(near - 1, 0))
-        last_half = tl.where((near > 1) & (length <= KEY_TILE), 1, 0)
-        tiles = 2 * runs - first_half - last_half
-        if SOURCES == 2:
-            length = tl.load(of_lengths + far_at + tl.maximum(runs - near - 1, 0))
-            tiles -= tl.where((runs > near) & (length <= KEY_TILE), 1, 0)
-        for i in range(0, tiles):
-            tile = i + tl.where(i > 0, first_half, 0)
-            tile += tl.where(tile >= 2 * near - 1, last_half, 0)
-            begin, stride, there = run_at(
-                ori, cmp, of_row, tile // 2, near, far_at, half, ori_row, cmp_row, SOURCES
-            )
-            passed = tile % 2 * KEY_TILE
-            there -= passed
-            from_key = ori + begin + (passed + j)[:, None] * stride + d[None]
-            k = tl.load(from_key, mask=j[:, None] < there, other=0.0)
-            z = tl.dot(q, tl.trans(k)) * scale
-            seen = j.to(tl.float32) < there.to(tl.float32)
-            z += tl.where(seen, 0.0, float("-inf"))[None]
-            most = tl.max(z, 1)[:, None]
-            new = tl.where(most > peak, most, peak)  # `maximum` asks for NaN, in six operations
-            shrink = tl.exp(peak - new)
-            p = tl.exp(z - tl.max(new, 1)[:, None])
-            total = total * shrink + tl.sum(p, 1)[:, None]
-            acc = acc * tl.max(shrink, 1)[:, None] + tl.dot(p.to(k.dtype), k)
-            peak = new
-        denominator = total
+    for tile_of_heads in range(start // rows, (end + rows - 1) // rows):
+        before = tile_of_heads * rows
+        h = tile_of_heads * HEAD_TILE + tl.arange(0, HEAD_TILE)
         if SINKS:
-            sink = columns_of(sinks, h, tl.minimum(work, 0), heads, HEAD_TILE)
-            denominator += tl.exp(tl.max(sink, 1)[:, None] - peak)
-        # without a key the sums are 0, and so is the result
-        denominator = tl.where(denominator > 0, denominator, 1.0)
-        x = (acc / tl.max(denominator, 1)[:, None]).to(out.dtype.element_ty)
-        log = peak + tl.log(tl.where(total > 0, total, 1.0))
-        log = tl.where(total > 0, log, float("-inf"))
-        to = token * heads + h
-        tl.store(out + to[:, None] * SIZE + d[None], x)
-        tl.store(lse + to, tl.max(log, 1))
+            sink = columns_of(sinks, h, tl.minimum(before, 0), heads, HEAD_TILE)
+        for work in range(tl.maximum(start, before), tl.minimum(end, before + rows)):
+            row = work - before
+            token = (first + row).to(tl.int64)
+            q = tl.load(query + token * query_row + h[:, None] * query_head + d[None])
+            of_row = plan + token * width
+            near = tl.load(of_row + NEAR_RUNS)
+            runs = near
+            if SOURCES == 2:
+                runs += tl.load(of_row + NEAR_RUNS + 1)
+            peak = tl.full((HEAD_TILE, LANES), -1e30, tl.float32)  # finite: a tile may hold no key
+            total = tl.zeros((HEAD_TILE, LANES), tl.float32)
+            # 0, as a number of this turn: a constant would be held beside what becomes of it
+            acc = tl.full((HEAD_TILE, SIZE), (work < 0).to(tl.float32), tl.float32)
+            # the first run of a window may be a half, so may the last one of each source
+            of_lengths = of_row + HEAD + half
+            length = tl.load(of_lengths)
+            first_half = tl.where((near > 0) & (length <= KEY_TILE), 1, 0)
+            length = tl.load(of_lengths + tl.maximum(near - 1, 0))
+            last_half = tl.where((near > 1) & (length <= KEY_TILE), 1, 0)
+            tiles = 2 * runs - first_half - last_half
+            if SOURCES == 2:
+                length = tl.load(of_lengths + far_at + tl.maximum(runs - near - 1, 0))
+                tiles -= tl.where((runs > near) & (length <= KEY_TILE), 1, 0)
+            for i in range(0, tiles):
+                tile = i + tl.where(i > 0, first_half, 0)
+                tile += tl.where(tile >= 2 * near - 1, last_half, 0)
+                begin, stride, there = run_at(
+                    ori, cmp, of_row, tile // 2, near, far_at, half, ori_row, cmp_row, SOURCES
+                )
+                passed = tile % 2 * KEY_TILE
+                there -= passed
+                from_key = ori + begin + (passed + j)[:, None] * stride + d[None]
+                k = tl.load(from_key, mask=j[:, None] < there, other=0.0)
+                z = tl.dot(q, tl.trans(k)) * scale
+                seen = j.to(tl.float32) < there.to(tl.float32)
+                z += tl.where(seen, 0.0, float("-inf"))[None]
+                most = tl.max(z, 1)[:, None]
+                new = tl.where(most > peak, most, peak)  # `maximum` asks for NaN, in six operations
+                shrink = tl.exp(peak - new)
+                p = tl.exp(z - tl.max(new, 1)[:, None])
+                total = total * shrink + tl.sum(p, 1)[:, None]
+                acc = acc * tl.max(shrink, 1)[:, None] + tl.dot(p.to(k.dtype), k)
+                peak = new
+            denominator = total
+            if SINKS:
+                denominator += tl.exp(tl.max(sink, 1)[:, None] - peak)
+            # without a key the sums are 0, and so is the result
+            denominator = tl.where(denominator > 0, denominator, 1.0)
+            x = (acc / tl.max(denominator, 1)[:, None]).to(out.dtype.element_ty)
+            log = peak + tl.log(tl.where(total > 0, total, 1.0))
+            log = tl.where(total > 0, log, float("-inf"))
+            to = token * heads + h
+            tl.store(out + to[:, None] * SIZE + d[None], x)
+            tl.store(lse + to, tl.max(log, 1))
 
 
 @dataclass(frozen=True)

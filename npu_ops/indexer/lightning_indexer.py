@@ -170,6 +170,7 @@ class Cache(NamedTuple):
     pages: int
     page: int  # keys of a page
     page_rows: int  # how far pages are apart, in rows
+    scale_page: int  # and those of their scales
 
 
 class Constants(NamedTuple):
@@ -184,7 +185,7 @@ class Constants(NamedTuple):
 @tuples.jit(
     [
         *("first", "rows", "wide", "groups", "pieces", "steps", "weights_row", "key_row"),
-        *("scale_page", "requests", "tokens", "reach"),
+        *("requests", "tokens", "reach"),
     ]
 )
 def scores(
@@ -207,7 +208,6 @@ def scores(
     weights_row,
     s_stride: Strides,
     key_row,
-    scale_page,
     requests,
     tokens,
     reach,
@@ -218,6 +218,7 @@ def scores(
     TOKENS: tl.constexpr,
     KEY_TILE: tl.constexpr,
     set_workspace_multibuffer: tl.constexpr,
+    limit_auto_multi_buffer_of_local_buffer: tl.constexpr,
 ):
     """out [groups * TOKENS, wide]: a core takes a piece of the keys that a group of tokens sees, a
     tile of KEY_STEP at a time."""
@@ -281,7 +282,7 @@ def scores(
                 number = tl.load(table + request.to(tl.int64) * cache.table_stride + column)
                 there = (number >= 0) & (number < cache.pages)
                 row = number.to(tl.int64) * cache.page_rows + position - column * cache.page
-                by_row = number.to(tl.int64) * scale_page + position - column * cache.page
+                by_row = number.to(tl.int64) * cache.scale_page + position - column * cache.page
             elif layout.KEYS == TND:
                 there = tile >= 0
                 row = (start + position).to(tl.int64)
@@ -289,7 +290,7 @@ def scores(
             else:
                 there = tile >= 0
                 row = request.to(tl.int64) * cache.page_rows + position
-                by_row = request.to(tl.int64) * scale_page + position
+                by_row = request.to(tl.int64) * cache.scale_page + position
             loaded = r < tl.where(there, inside, 0)
             k = tl.load(key + (row + r)[:, None] * key_row + d[None], mask=loaded[:, None], other=0)
             for head in tl.static_range(0, C.HEADS, HEAD_TILE):
@@ -980,11 +981,11 @@ def select(
             s_stride_row=of_query.stride(0),
             s_stride_head=of_query.stride(1),
             key_row=ragged.row_stride(key),
-            scale_page=of_key.stride(0),
             cache_table_stride=plan.table.stride(0),
             cache_pages=key.shape[0],
             cache_page=key.shape[-3],
             cache_page_rows=ragged.page_rows(key),
+            cache_scale_page=of_key.stride(0),
             Q_SCALE=query_scale is not None,
             K_SCALE=key_scale is not None,
             HEADS=q.shape[1],

@@ -36,6 +36,7 @@ _FLAGS = {
     "enable_hivm_auto_cv_balance": "enable-hivm-auto-cv-balance",
     "sync_solver": "enable-hivm-graph-sync-solver",
     "unit_flag": "enable-hivm-unit-flag-sync",
+    "limit_auto_multi_buffer_of_local_buffer": "limit-auto-multi-buffer-of-local-buffer",
     "set_workspace_multibuffer": "set-workspace-multibuffer",
     "tile_mix_vector_loop": "tile-mix-vector-loop",
     "tile_mix_cube_loop": "tile-mix-cube-loop",

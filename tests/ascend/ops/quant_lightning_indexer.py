@@ -108,7 +108,7 @@ CONTROLS = (
     Control(
         "the pages of scales as far apart as those of keys",
         "lightning_indexer",
-        "number.to(tl.int64) * scale_page",
+        "number.to(tl.int64) * cache.scale_page",
         "number.to(tl.int64) * cache.page_rows",
         "keys far apart, scales dense",
     ),
@@ -137,7 +137,7 @@ CONTROLS = (
     Control(
         "another page's scales",
         _FILE,
-        "number.to(tl.int64) * scale_page + position - column * cache.page",
+        "number.to(tl.int64) * cache.scale_page + position - column * cache.page",
         "position.to(tl.int64)",
         "paged, 64 heads",
     ),

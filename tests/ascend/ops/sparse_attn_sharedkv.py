@@ -403,6 +403,7 @@ CASES = (
 )
 _SEEN = '        log = tl.where(total > 0, log, float("-inf"))\n        to = token * heads + h'
 _KEYS = "k = tl.load(from_key, mask=j[:, None] < there, other=0.0)\n            z = tl.dot("
+_OF_ALL = "k = tl.load(from_key, mask=j[:, None] < there, other=0.0)\n                "
 _ROUND = "token = (first + row).to(tl.int64)\n        "
 _PLAN = "of_row = plan + token * width\n        "
 CONTROLS = (
@@ -586,8 +587,8 @@ CONTROLS = (
             ),
             (
                 "all cores: a key behind a run is read",
-                _KEYS + "q,",
-                _KEYS.replace("<", "<=") + "q,",
+                _OF_ALL + "z = tl.dot(q,",
+                _OF_ALL.replace("<", "<=") + "z = tl.dot(q,",
                 "all cores, 64 heads",
             ),
             (
@@ -622,15 +623,27 @@ CONTROLS = (
             ),
             (
                 "all cores: another round's queries",
-                _ROUND + "q = tl.load(query",
-                "token = row.to(tl.int64)\n        q = tl.load(query",
+                _ROUND + "    q = tl.load(query",
+                "token = row.to(tl.int64)\n            q = tl.load(query",
                 "all cores, several rounds",
             ),
             (
                 "all cores: another round's output",
-                "to = token * heads + h\n        tl.store",
-                "to = row.to(tl.int64) * heads + h\n        tl.store",
+                "to = token * heads + h\n            tl.store",
+                "to = row.to(tl.int64) * heads + h\n            tl.store",
                 "all cores, several rounds",
+            ),
+            (
+                "all cores: the first tile of heads alone",
+                "h = tile_of_heads * HEAD_TILE + tl.arange(0, HEAD_TILE)",
+                "h = tl.arange(0, HEAD_TILE)",
+                "all cores, 64 heads",
+            ),
+            (
+                "all cores: a row less of each tile of heads",
+                "tl.minimum(end, before + rows)",
+                "tl.minimum(end, before + rows - 1)",
+                "all cores, 64 heads",
             ),
             (
                 "lse with the sink",
