@@ -52,6 +52,7 @@ _LEFT_OUT = ("__init__", "tune", "tiling", "cores", "entry", "tuples", "front_en
 
 _NAMED = "the sizes only name what is remembered of a refusal"
 _SUMMED = "what the two hold is only ever summed"
+_KIND = ("allow_neg_eigval, use_beta_sigmoid_in_kernel)", _SUMMED)
 _LESSER = "the lesser of both is what counts"
 _BEHIND = "what lies behind the keys that a row sees is not read"
 _ADDRESS = "an address is the sum of both"
@@ -69,6 +70,7 @@ _PIECE = (("piece <= (end + KEY_TILE", _COPIED),)
 _UNPAGED = "no keys of a gradient lie in pages"
 _NOTHING = "a row that saw nothing has no slot, and no key counts it"
 _ABSENT_HEAD = "what a head that is not there has loaded is not used"
+_WRITTEN_NEXT = "what lies there without one is written next"
 _EMPTY = "at 0 nothing is copied"
 _SAME_ROW = "a column is stored where it was read"
 _TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
@@ -79,6 +81,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "before_attention.launch": (("prolog.index_size, prolog.size)", _NAMED),),
     "blocks_in_place.accumulate": (
         ("total >= 0 (2)", "a row without a key takes the other branch"),
+    ),
+    "blocks_in_place.attend": (
+        ("each >= 1", "a block of one run is a block as well"),
+        ("head_tile, tiles, runs * RUN, RUN)", "each run has sums of its own, whichever core's"),
     ),
     "causal_conv1d.convolve": (
         ("-> part_of(n, starts, ", _ADDRESS),
@@ -122,6 +128,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> space(2, value_size, CHUNK.value)", _NUMBERS),
         ("-> space(value_size, CHUNK.value)", _NUMBERS),
         ("-> space(key_size, value_size)", _NUMBERS),
+        _KIND,
     ),
     "chunk_gated_delta_rule_grad.places": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_grads": _LENGTH,
@@ -139,6 +146,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "chunk_kda.fill": (("x.bounds, x.finer, x.solved, ", _SUMMED),),
     "chunk_kda_grad.backward": (
+        _KIND,
         ("-> space(value_size, side)", _NUMBERS),
         ("-> space(key_size, side, ", _NUMBERS),
         ("-> space(key_size, value_size)", _NUMBERS),
@@ -155,6 +163,9 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "compressor.pool": (
         ("base + begin -> base", "a window before the first position has no history"),
         ("own >= begin", "a page of which nothing is history is read for no token"),
+    ),
+    "fused_attention.piece_of": (
+        ("n >= 0 -> n > 0", "which sequences are there is asked of packed ones alone"),
     ),
     "fused_attention.keys_of": (
         ("-> shift (2)", "fewer keys go without a mask, which hides none of them"),
@@ -223,7 +234,11 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("LATENT), value, key, ", "only whether they are one tensor is asked, where they are"),
     ),
     "lightning_indexer.scores_of": (("RATIO >= 1", "by 1 nothing is divided"),),
-    "lightning_indexer.tail": (("one <= more", "what lies there without one is written next"),),
+    "lightning_indexer.tail": (
+        ("one <= more", _WRITTEN_NEXT),
+        ("p <= there$", _WRITTEN_NEXT),
+        ("p <= there (3)", _WRITTEN_NEXT),
+    ),
     "lightning_indexer_grad.spread": (("ok >= 0 (2)", "what does not count adds 0 anywhere"),),
     "lightning_indexer_grad.grad_keys": (
         ("high >= low", "a request without a token of this launch adds zeros"),

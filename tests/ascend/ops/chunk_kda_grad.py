@@ -115,6 +115,13 @@ CASES = tuple(
         ("tiny keys, and one of zeros", graded(forward.tiny), torch.bfloat16),
         # places goes over 64 chunks at a time
         ("65 chunks", call([4100], (1, 1), (16, 16), packed=False), torch.bfloat16),
+        (
+            "four of six heads a round, rates to 1",
+            in_rounds(
+                1_300_000, call([70], (3, 6), (16, 16), layout="vk", packed=False, **forward.TO_1)
+            ),
+            torch.bfloat16,
+        ),
     )
 )
 CONTROLS = (
