@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from custom.dispatch.common import memory as launcher_memory
 from custom.dispatch.registry import BY_NAME
+from custom.npu_ops.common import tiling
 from torch import Tensor
 
 from ..mutate.changes import Planted, difference, shifted
@@ -71,6 +72,7 @@ _UNPAGED = "no keys of a gradient lie in pages"
 _NOTHING = "a row that saw nothing has no slot, and no key counts it"
 _ABSENT_HEAD = "what a head that is not there has loaded is not used"
 _WRITTEN_NEXT = "what lies there without one is written next"
+_ROOM = "rooms of one size, and each is used as what it is called"
 _EMPTY = "at 0 nothing is copied"
 _SAME_ROW = "a column is stored where it was read"
 _TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
@@ -85,6 +87,9 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "blocks_in_place.attend": (
         ("each >= 1", "a block of one run is a block as well"),
         ("head_tile, tiles, runs * RUN, RUN)", "each run has sums of its own, whichever core's"),
+    ),
+    "blocks_in_place.note": (
+        ("of_request, start, request, limit", "the keys lie in pages, which neither finds"),
     ),
     "causal_conv1d.convolve": (
         ("-> part_of(n, starts, ", _ADDRESS),
@@ -117,7 +122,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "causal_conv1d_update.value_at": (("position <= 0 (2)", _EMPTY),),
     "chunk_gated_delta_rule.outputs": _LENGTH,
     "chunk_gated_delta_rule.products": _LENGTH,
-    "chunk_gated_delta_rule.triangles": _LENGTH,
+    "chunk_gated_delta_rule.triangles": (
+        *_LENGTH,
+        ("VALUE_HEADS >= 1", "tokens of a single head are one number apart"),
+    ),
     "chunk_gated_delta_rule.walk": _LENGTH,
     "chunk_gated_delta_rule.weights": _LENGTH,
     "chunk_gated_delta_rule_grad.backward": (
@@ -128,6 +136,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> space(2, value_size, CHUNK.value)", _NUMBERS),
         ("-> space(value_size, CHUNK.value)", _NUMBERS),
         ("-> space(key_size, value_size)", _NUMBERS),
+        ("k, qk, kk, kk, qk, ", "crosses of pairs are not asked for: both stand for nothing"),
         _KIND,
     ),
     "chunk_gated_delta_rule_grad.places": _LENGTH,
@@ -139,13 +148,23 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_kda.laid_out": (
         ("-> space(key_size, CHUNK.value", _NUMBERS),
         ("seen, finer, solved, ", _SUMMED),
+        ("alike, solved, seen, ", _ROOM),
+        ("lower, keys, queries, ", _ROOM),
+        ("queries, left, keys, ", _ROOM),
+        ("total, scaled, units, ", _ROOM),
     ),
+    "chunk_kda.outputs": (("of.most, head, value_heads, False)", _TIMES),),
     "chunk_kda.factors": (
         ("tl.max(strong, 0) >= 0", "where no channel goes far, what is added has a weight of 0"),
         ("propagate_nan=ALL) <= -REACH", "at the limit either anchors are right"),
     ),
     "chunk_kda.fill": (("x.bounds, x.finer, x.solved, ", _SUMMED),),
+    "chunk_kda_grad.inputs": (
+        ("i <= count (3)", "the rate of a token that is not there is not stored"),
+    ),
     "chunk_kda_grad.backward": (
+        ("at_once * group > _FEWEST", "rounds of heads and rounds of chunks make the same"),
+        ("most <= count", "where all is one round the states are copied for nothing"),
         _KIND,
         ("-> space(value_size, side)", _NUMBERS),
         ("-> space(key_size, side, ", _NUMBERS),
@@ -549,6 +568,14 @@ class Usual:
 
 
 Lowered = dict[Any, tuple[str, str, None]]
+_WORKSPACE = tiling.WORKSPACE
+
+
+def _drawn(case: Case) -> tuple[Inputs, dict[str, Any]]:
+    """With the usual workspace, unless the case itself has another: here it shares its process."""
+    tiling.WORKSPACE = _WORKSPACE
+    inputs = Inputs(case.dtype, case.seed)
+    return inputs, case.make(inputs)
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -602,7 +629,7 @@ def baseline(op: str, cases: list[Case]) -> tuple[dict[str, Usual], Lowered]:
     found = {}
     for case in cases:
         began = time.process_time()
-        arguments = case.make(Inputs(case.dtype, case.seed))
+        _, arguments = _drawn(case)
         drawn = [_bytes(x) if isinstance(x, Tensor) else repr(x) for x in arguments.values()]
         launched, kernels = _launched(case, arguments)
         both = digest(repr(launched[:-1]), read, *drawn)
@@ -632,10 +659,9 @@ def attempt(
             return None
         signal.setitimer(signal.ITIMER_PROF, _PATIENCE)
         before = usual[case.title].launched
-        if before and before == _launched(case, case.make(Inputs(case.dtype, case.seed)))[0]:
+        if before and before == _launched(case, _drawn(case)[1])[0]:
             continue
-        inputs = Inputs(case.dtype, case.seed)
-        share, findings = measure(case, inputs, case.make(inputs))
+        share, findings = measure(case, *_drawn(case))
         if share > 1:
             return f"{case.name}: {findings[0]}"
         most -= 1

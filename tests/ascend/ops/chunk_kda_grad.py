@@ -122,6 +122,13 @@ CASES = tuple(
             ),
             torch.bfloat16,
         ),
+        ("the first one empty", call([0, 65], (1, 1), (16, 16)), torch.bfloat16),
+        # as many rates as memory ends behind
+        (
+            "72 tokens, rates to 2",
+            call([72], (1, 1), (16, 16), packed=False, **forward.TO_2),
+            torch.bfloat16,
+        ),
     )
 )
 CONTROLS = (
