@@ -713,12 +713,6 @@ class Own(NamedTuple):
     cmp_scale_cache: Tensor | None
 
 
-def joined(first: Own, second: Own) -> bool:
-    """Whether both are one launch: their states lie in the same pages, and both have them."""
-    alike = first.state_cache.shape[:2] == second.state_cache.shape[:2]
-    return alike and first.state_cache.numel() * second.state_cache.numel() > 0
-
-
 def unsupported(
     x: Tensor, wkv: Tensor, coff: int, kind: str, hadamard: bool, **_: Any
 ) -> str | None:
@@ -733,7 +727,7 @@ def unsupported(
 class Call:
     """Of a compressor, or of two of the same tokens: what each launch takes besides its tiles.
 
-    `second`: as `joined` wants it; of what it makes only the pages.
+    `second`: its states lie in the same pages; of what it makes only the pages.
     """
 
     def __init__(

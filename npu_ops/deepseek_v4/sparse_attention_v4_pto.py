@@ -61,7 +61,6 @@ class _Layer(layer_v4.Layer):
         together = prolog.rows * prolog.heads > 0 and self.ori_kv.numel() > 0
         if compressing is not None:
             together &= compressing.stateful and all(compressing.storing)
-            together &= self.idx_k is None or len(compressing.owns) == 2
         if not together:
             return super().run(stages)
         indices = None
@@ -84,10 +83,7 @@ class _Layer(layer_v4.Layer):
     def compress(self, stages: layer_v4.Stages) -> None:
         """Entries and index keys in the same launches."""
         start = self.starts()
-        second = self._second(start)
-        if self.idx_k is not None and second is None:
-            return super().compress(stages)
-        stages.compressor(**self.of_entries(start), second=second)
+        stages.compressor(**self.of_entries(start), second=self._second(start))
 
     def _compressing(self) -> compressor.Call | None:
         if self.cmp_kv is None:
@@ -96,14 +92,11 @@ class _Layer(layer_v4.Layer):
         return compressor.Call(**self.of_entries(start), second=self._second(start))
 
     def _second(self, start: Tensor) -> compressor.Own | None:
-        """The index keys' compressor, if it may be one launch with the entries'."""
+        """The index keys' compressor, whose states lie in the same pages as the entries'."""
         if self.idx_k is None:
             return None
-        both = [
-            compressor.Own(*(x[name] for name in compressor.Own._fields))
-            for x in (self.of_entries(start), self.of_index_keys(start))
-        ]
-        return both[1] if compressor.joined(*both) else None
+        keys = self.of_index_keys(start)
+        return compressor.Own(*(keys[name] for name in compressor.Own._fields))
 
 
 def unsupported(**arguments: Any) -> str | None:

@@ -549,9 +549,7 @@ def gates(
         for head in range(0, heads):
             at = (chunk.to(tl.int64) * value_heads + first + head) * CHUNK + i
             if BETA:
-                rate = tl.load(of_rate + at)
-                if BETA > 1:
-                    rate = of_beta(rate, tl.load(changes + at), BETA)
+                rate = of_beta(tl.load(of_rate + at), tl.load(changes + at), BETA)
                 rates = tl.where(h[None] == head, rate[:, None], rates)
             if GATE:
                 total = tl.load(of_total + at) - tl.load(of_column + at)

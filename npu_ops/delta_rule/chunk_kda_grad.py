@@ -516,10 +516,8 @@ def inputs(
             values = place * (CHUNK * C.VALUE) + i[:, None] * C.VALUE + e[None]
             rate = tl.load(back + values).to(tl.float32) * tl.load(own + values).to(tl.float32)
             to = value_head.to(tl.int64) * tokens + token
-            of_rate = tl.sum(rate, 1)
-            if C.BETA > 1:
-                beta = tl.load(betas + to, mask=i < count, other=0.0)
-                of_rate = of_beta(of_rate, rate_of(beta, i < count, C.BETA), C.BETA)
+            beta = tl.load(betas + to, mask=i < count, other=0.0)
+            of_rate = of_beta(tl.sum(rate, 1), rate_of(beta, i < count, C.BETA), C.BETA)
             tl.store(d_betas + to, of_rate, mask=i < count)
         of_x = q + head.to(tl.int64) * q_stride.head + token[:, None] * q_stride.token + d[None]
         dq = _through_norm(of_x, there, dq * scale, C.NORM)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from custom.npu_ops.common import tune
+from custom.npu_ops.common import tiling, tune
 from torch import Tensor
 
 from ..support import places
@@ -414,6 +414,8 @@ def _at_the_edge() -> Iterator[tuple[str, Any, Any]]:
     for size, wanted in ((64, "abc"), (128, "bc"), (256, "c")):
         title = f"fused_attention._fitting of {size}"
         yield title, "".join(of("fused_attention")._fitting(("a", "b", "c"), size, 16)), wanted
+    title = "chunk_kda.at_once of seven chunks, of which three fit"
+    yield title, of("chunk_kda").at_once(7, tiling.WORKSPACE // 3), 3
     # of a single page nothing lies behind it
     yield "ragged.page_rows of one page", of("ragged").page_rows(_apart(1, 2048)), 16
 

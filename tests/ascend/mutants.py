@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from custom.dispatch.common import memory as launcher_memory
 from custom.dispatch.registry import BY_NAME
+from custom.npu_ops.common import tiling
 from torch import Tensor
 
 from ..mutate.changes import Planted, difference, shifted
@@ -52,6 +53,7 @@ _LEFT_OUT = ("__init__", "tune", "tiling", "cores", "entry", "tuples", "front_en
 
 _NAMED = "the sizes only name what is remembered of a refusal"
 _SUMMED = "what the two hold is only ever summed"
+_KIND = ("allow_neg_eigval, use_beta_sigmoid_in_kernel)", _SUMMED)
 _LESSER = "the lesser of both is what counts"
 _BEHIND = "what lies behind the keys that a row sees is not read"
 _ADDRESS = "an address is the sum of both"
@@ -69,6 +71,8 @@ _PIECE = (("piece <= (end + KEY_TILE", _COPIED),)
 _UNPAGED = "no keys of a gradient lie in pages"
 _NOTHING = "a row that saw nothing has no slot, and no key counts it"
 _ABSENT_HEAD = "what a head that is not there has loaded is not used"
+_WRITTEN_NEXT = "what lies there without one is written next"
+_ROOM = "rooms of one size, and each is used as what it is called"
 _EMPTY = "at 0 nothing is copied"
 _SAME_ROW = "a column is stored where it was read"
 _TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
@@ -79,6 +83,13 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "before_attention.launch": (("prolog.index_size, prolog.size)", _NAMED),),
     "blocks_in_place.accumulate": (
         ("total >= 0 (2)", "a row without a key takes the other branch"),
+    ),
+    "blocks_in_place.attend": (
+        ("each >= 1", "a block of one run is a block as well"),
+        ("head_tile, tiles, runs * RUN, RUN)", "each run has sums of its own, whichever core's"),
+    ),
+    "blocks_in_place.note": (
+        ("of_request, start, request, limit", "the keys lie in pages, which neither finds"),
     ),
     "causal_conv1d.convolve": (
         ("-> part_of(n, starts, ", _ADDRESS),
@@ -111,7 +122,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "causal_conv1d_update.value_at": (("position <= 0 (2)", _EMPTY),),
     "chunk_gated_delta_rule.outputs": _LENGTH,
     "chunk_gated_delta_rule.products": _LENGTH,
-    "chunk_gated_delta_rule.triangles": _LENGTH,
+    "chunk_gated_delta_rule.triangles": (
+        *_LENGTH,
+        ("VALUE_HEADS >= 1", "tokens of a single head are one number apart"),
+    ),
     "chunk_gated_delta_rule.walk": _LENGTH,
     "chunk_gated_delta_rule.weights": _LENGTH,
     "chunk_gated_delta_rule_grad.backward": (
@@ -122,6 +136,8 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> space(2, value_size, CHUNK.value)", _NUMBERS),
         ("-> space(value_size, CHUNK.value)", _NUMBERS),
         ("-> space(key_size, value_size)", _NUMBERS),
+        ("k, qk, kk, kk, qk, ", "crosses of pairs are not asked for: both stand for nothing"),
+        _KIND,
     ),
     "chunk_gated_delta_rule_grad.places": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_grads": _LENGTH,
@@ -132,13 +148,24 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_kda.laid_out": (
         ("-> space(key_size, CHUNK.value", _NUMBERS),
         ("seen, finer, solved, ", _SUMMED),
+        ("alike, solved, seen, ", _ROOM),
+        ("lower, keys, queries, ", _ROOM),
+        ("queries, left, keys, ", _ROOM),
+        ("total, scaled, units, ", _ROOM),
     ),
+    "chunk_kda.outputs": (("of.most, head, value_heads, False)", _TIMES),),
     "chunk_kda.factors": (
         ("tl.max(strong, 0) >= 0", "where no channel goes far, what is added has a weight of 0"),
         ("propagate_nan=ALL) <= -REACH", "at the limit either anchors are right"),
     ),
     "chunk_kda.fill": (("x.bounds, x.finer, x.solved, ", _SUMMED),),
+    "chunk_kda_grad.inputs": (
+        ("i <= count (3)", "the rate of a token that is not there is not stored"),
+    ),
     "chunk_kda_grad.backward": (
+        ("at_once * group > _FEWEST", "rounds of heads and rounds of chunks make the same"),
+        ("most <= count", "where all is one round the states are copied for nothing"),
+        _KIND,
         ("-> space(value_size, side)", _NUMBERS),
         ("-> space(key_size, side, ", _NUMBERS),
         ("-> space(key_size, value_size)", _NUMBERS),
@@ -155,6 +182,9 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "compressor.pool": (
         ("base + begin -> base", "a window before the first position has no history"),
         ("own >= begin", "a page of which nothing is history is read for no token"),
+    ),
+    "fused_attention.piece_of": (
+        ("n >= 0 -> n > 0", "which sequences are there is asked of packed ones alone"),
     ),
     "fused_attention.keys_of": (
         ("-> shift (2)", "fewer keys go without a mask, which hides none of them"),
@@ -223,7 +253,11 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("LATENT), value, key, ", "only whether they are one tensor is asked, where they are"),
     ),
     "lightning_indexer.scores_of": (("RATIO >= 1", "by 1 nothing is divided"),),
-    "lightning_indexer.tail": (("one <= more", "what lies there without one is written next"),),
+    "lightning_indexer.tail": (
+        ("one <= more", _WRITTEN_NEXT),
+        ("p <= there$", _WRITTEN_NEXT),
+        ("p <= there (3)", _WRITTEN_NEXT),
+    ),
     "lightning_indexer_grad.spread": (("ok >= 0 (2)", "what does not count adds 0 anywhere"),),
     "lightning_indexer_grad.grad_keys": (
         ("high >= low", "a request without a token of this launch adds zeros"),
@@ -534,6 +568,14 @@ class Usual:
 
 
 Lowered = dict[Any, tuple[str, str, None]]
+_WORKSPACE = tiling.WORKSPACE
+
+
+def _drawn(case: Case) -> tuple[Inputs, dict[str, Any]]:
+    """With the usual workspace, unless the case itself has another: here it shares its process."""
+    tiling.WORKSPACE = _WORKSPACE
+    inputs = Inputs(case.dtype, case.seed)
+    return inputs, case.make(inputs)
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -587,7 +629,7 @@ def baseline(op: str, cases: list[Case]) -> tuple[dict[str, Usual], Lowered]:
     found = {}
     for case in cases:
         began = time.process_time()
-        arguments = case.make(Inputs(case.dtype, case.seed))
+        _, arguments = _drawn(case)
         drawn = [_bytes(x) if isinstance(x, Tensor) else repr(x) for x in arguments.values()]
         launched, kernels = _launched(case, arguments)
         both = digest(repr(launched[:-1]), read, *drawn)
@@ -617,10 +659,9 @@ def attempt(
             return None
         signal.setitimer(signal.ITIMER_PROF, _PATIENCE)
         before = usual[case.title].launched
-        if before and before == _launched(case, case.make(Inputs(case.dtype, case.seed)))[0]:
+        if before and before == _launched(case, _drawn(case)[1])[0]:
             continue
-        inputs = Inputs(case.dtype, case.seed)
-        share, findings = measure(case, inputs, case.make(inputs))
+        share, findings = measure(case, *_drawn(case))
         if share > 1:
             return f"{case.name}: {findings[0]}"
         most -= 1

@@ -203,6 +203,8 @@ CASES = (
         call([65, 0], (1, 1), (48, 16), scale=0.5, kind=torch.int64),
         judge=judge,
     ),
+    Case(OP, "a batch of three chunks each", call([130, 130], (1, 1), packed=False), judge=judge),
+    Case(OP, "a batch of one token each", call([1] * 3, (1, 1), packed=False), judge=judge),
 )
 CONTROLS = (
     Control(

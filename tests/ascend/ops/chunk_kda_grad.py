@@ -115,6 +115,20 @@ CASES = tuple(
         ("tiny keys, and one of zeros", graded(forward.tiny), torch.bfloat16),
         # places goes over 64 chunks at a time
         ("65 chunks", call([4100], (1, 1), (16, 16), packed=False), torch.bfloat16),
+        (
+            "four of six heads a round, rates to 1",
+            in_rounds(
+                1_300_000, call([70], (3, 6), (16, 16), layout="vk", packed=False, **forward.TO_1)
+            ),
+            torch.bfloat16,
+        ),
+        ("the first one empty", call([0, 65], (1, 1), (16, 16)), torch.bfloat16),
+        # as many rates as memory ends behind
+        (
+            "72 tokens, rates to 2",
+            call([72], (1, 1), (16, 16), packed=False, **forward.TO_2),
+            torch.bfloat16,
+        ),
     )
 )
 CONTROLS = (

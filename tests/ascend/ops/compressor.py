@@ -149,6 +149,17 @@ def beyond_the_tables(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs],
     return cut
 
 
+def without_columns(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """A table of entries that has no column: they are returned, and stored nowhere."""
+
+    def cut(x: Inputs) -> Arguments:
+        arguments = make(x)
+        rows = len(arguments["cmp_block_table"])
+        return arguments | dict(cmp_block_table=memory.empty((rows, 0), torch.int32))
+
+    return cut
+
+
 def judge(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:
     """Bytes of an index cache may be off by one where a float lies between two of them."""
     floats = {n: x for n, x in got.items() if x.dtype is not torch.int8}
@@ -227,6 +238,7 @@ CASES = (
         ),
         widen=but_scales,
     ),
+    case("entries in no table", without_columns(call(4, 2, 64, (3, 9), (2, 4)))),
 )
 CONTROLS = (
     Control(

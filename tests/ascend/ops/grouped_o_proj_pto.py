@@ -105,6 +105,14 @@ CASES = (
         "rounds of 2 tokens",
         in_rounds(2 * 708 * 2, projected(5, 1, 9, 3, ranks=44, form="nd", **SMALL)),
     ),
+    *(
+        case(
+            f"{columns} columns, 32 tokens, 1008 deep",
+            projected(32, 1, 1, 1, ranks=1008, hidden=columns),
+            cores=(24,),
+        )
+        for columns in (3776, 4096)
+    ),
 )
 CONTROLS = (
     Control(

@@ -170,6 +170,20 @@ def layer(
     return make
 
 
+def without_states(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """Caches of states without a page: there is no history, and nothing is kept."""
+
+    def cut(x: Inputs) -> Arguments:
+        arguments = make(x)
+        for name in ("cmp_state", "idx_state"):
+            states = arguments[name]
+            x.forbidden = [pair for pair in x.forbidden if pair[0] is not states]
+            arguments[name] = memory.empty((0, *states.shape[1:]), states.dtype)
+        return arguments
+
+    return cut
+
+
 _NZ = ("w_dq", "w_uq", "w_kv", "w_idx_qb", "w_idx_proj", "w_o_b")
 
 
@@ -233,6 +247,9 @@ CASES = (
         )
         for heads in (8, 16)
     ),
+    # as wide as a tile of the compressors, not as deep
+    case("CSA, 272 deep", layer(CSA, [13, 6], None, 2, 4, hidden=272)),
+    case("CSA, no page of states", without_states(layer(CSA, [13, 6], None, 6, 4, mode=1))),
 )
 CONTROLS = (
     Control(
