@@ -25,7 +25,7 @@ from torch import Tensor
 from ...dispatch.common import quantized
 from ..common import cores, entry, quantize, ragged, tune, tuples
 from ..common.cores import turn
-from .quantized_product import Rows, Sums
+from .product import Rows, Sums
 from .rows import _angles, _pair
 
 
