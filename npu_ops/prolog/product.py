@@ -39,6 +39,7 @@ from ..common.cores import turn
 _WEIGHTS = "one", "two", "three", "four"  # of a launch
 _PARTS = 8  # of the depth, at most
 _PART = 32_000  # bytes that are loaded while a part's few copies of the next launch begin
+_COPY = 3_500  # bytes that are loaded while a copy begins
 _PANEL = 32  # bytes of columns
 _STEP = 256  # bytes of a row that `nd_product` multiplies at once
 _CACHED = 3  # how many times as fast the cache is as the memory
@@ -545,9 +546,11 @@ def _cut(x: Tensor, columns: Sequence[int], most: int) -> tuple[tune.Config, int
         """Bytes that one of 24 cores waits for: weights, x out of the cache, sums of four bytes,
         which go out and in."""
         turns = -(-n * _tile_count(rows, columns, config) // tiling.A3.cube_cores)
+        steps = turns * -(-depth // (n * config.tiles["DEPTH"]))
         wide = _wide(config) + min(rows, config.tiles["ROWS"]) / _CACHED
+        loaded = size * config.tiles["DEPTH"] * wide + (config.tiles["PANELS"] + 1) * _COPY
         sums = 8 * n * rows * sum(columns) / tiling.A3.cube_cores
-        return size * turns * tiling.up(depth // n, config.tiles["DEPTH"]) * wide + sums + n * _PART
+        return steps * loaded + sums + n * _PART
 
     fitting = [config for config in by_rows if config.tiles["ROWS"] == least]
     smaller = [config for config in by_rows if config.tiles["ROWS"] < least]
