@@ -86,6 +86,12 @@ TABLE: dict[str, tuple[Config, ...]] = {
             for panels, depth in ((8, 512), (4, 512), (4, 128), (11, 512), (10, 512))
         ),
         *(Config({"ROWS": 128, "PANELS": panels, "DEPTH": 256}) for panels in (8, 4, 11, 10)),
+        # int8: panels of 32 columns
+        *(
+            Config({"ROWS": rows, "PANELS": 4, "DEPTH": depth, "WIDE": 32})
+            for rows in (16, 32, 64, 128)
+            for depth in (512, 128)
+        ),
     ),
     # without double buffers: the panels of a tile take turns
     "product.held_products": tuple(
@@ -93,8 +99,11 @@ TABLE: dict[str, tuple[Config, ...]] = {
         for rows, most in ((16, (2,)), (128, (4, 2)))
         for panels in most
     ),
+    # 256 bytes of a row: of 16 bits, and of int8
     "product.nd_product": tuple(
-        Config({"ROWS": rows, "COLUMNS": 128, "DEPTH": 128}) for rows in (16, 32, 64, 128)
+        Config({"ROWS": rows, "COLUMNS": 128, "DEPTH": depth})
+        for depth in (128, 256)
+        for rows in (16, 32, 64, 128)
     ),
     "absorption.absorb": tuple(
         Config({"ROWS": rows, "COLUMNS": columns, "DEPTH": 128, "HEAD_TILE": 16})
@@ -197,14 +206,6 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "latent_cache_write.write": (Config({}),),
     "quantize_index_query.quantized": (Config({"HEAD_TILE": 32}),),
     # the last depth of each height takes what the other does not divide
-    "quantized_product.nz_sums": tuple(
-        Config({"ROWS": rows, "PANELS": 4, "DEPTH": depth})
-        for rows in (16, 32, 64, 128)
-        for depth in (512, 128)
-    ),
-    "quantized_product.nd_sums": tuple(
-        Config({"ROWS": rows, "COLUMNS": 128, "DEPTH": 256}) for rows in (16, 32, 64, 128)
-    ),
     # a core has few tokens: nothing to gain from double buffering
     "quantized_rows.latents": tuple(
         Config({"MOST": rank}, {"multibuffer": False}) for rank in (1536, 2048)

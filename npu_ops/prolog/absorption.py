@@ -13,29 +13,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry
+from ..common import cores, tuples
 from . import product
-from .product import head_tiles
+from .product import Heads, HeadTiles, head_tiles
 from .rows import rotated
 
 
-@entry.jit(
-    do_not_specialize=[
-        "rows", "heads", "columns", "depth", "x_row", "x_head", "out_row", "index_heads",
-        "index_row", "index_head",
-    ]
-)  # fmt: skip
+@tuples.jit(["index_heads", "index_row", "index_head"])
 def absorb(
     x,
     w,
     out,
-    rows,
-    heads,
-    columns,
-    depth,
-    x_row,
-    x_head,
-    out_row,
+    of: Heads,
     sin,
     cos,
     out_rope,
@@ -43,50 +32,27 @@ def absorb(
     index_heads,
     index_row,
     index_head,
-    WHOLE_M: tl.constexpr,
-    WHOLE_N: tl.constexpr,
-    WHOLE_K: tl.constexpr,
+    C: HeadTiles,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INDEX_INTERLEAVED: tl.constexpr,
     WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
     HEAD_TILE: tl.constexpr,
 ):
     """The rotary dims of a head of x lie behind its `depth`; `index` is turned in place."""
-    head_tiles(
-        x,
-        w,
-        out,
-        rows,
-        heads,
-        columns,
-        depth,
-        x_row,
-        x_head,
-        out_row,
-        WHOLE_M,
-        WHOLE_N,
-        WHOLE_K,
-        False,
-        ROWS,
-        COLUMNS,
-        DEPTH,
-    )
+    head_tiles(x, w, out, *of, *C)
     if ROTARY > 0:
         first = rotated(
-            x + depth,
+            x + of.depth,
             sin,
             cos,
             out_rope,
             0,
-            rows,
-            heads,
-            x_row,
-            x_head,
-            heads * ROTARY,
+            of.rows,
+            of.heads,
+            of.x_row,
+            of.x_head,
+            of.heads * ROTARY,
             ROTARY,
             ROTARY,
             INTERLEAVED,
@@ -100,7 +66,7 @@ def absorb(
                 cos,
                 index,
                 first,
-                rows,
+                of.rows,
                 index_heads,
                 index_row,
                 index_head,
@@ -163,6 +129,7 @@ def queries(
         cos=cos,
         out_rope=out_rope,
         **given,
+        LINEAR=False,
         ROTARY=sin.shape[-1],
         INTERLEAVED=interleaved,
         WHOLE=all(each % config.tiles["HEAD_TILE"] == 0 for each in turned),

@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from ...dispatch.common import memory, mla_v3
 from ...dispatch.ops.prolog.mla_prolog_pto import Arguments
 from . import absorption, product, quantized_prolog, quantized_rows, rows
-from .quantized_product import Rows
+from .product import Rows
 
 
 def unsupported(

@@ -2,15 +2,19 @@
 # Copyright the npu-custom-ops authors
 """Products with weights, on the cube alone: no vector core, no workspace.
 
-    nz_products     x [M, K] @ W for up to four W, as FRACTAL_NZ bytes [N/16, K, 16] each
+    nz_products     x [M, K] @ W for up to four W, as FRACTAL_NZ bytes [N/16, K, 16] each, or
+                    [N/32, K, 32] of int8
     held_products   the same of 65 to 128 rows and a short depth: x stays in L1
     nd_product      x [M, heads, K] @ W [heads, K, N], row-major, head by head; or W [heads, N, K]
 
-An NZ panel is 16 columns, and its K rows lie one after the other: a step of DEPTH of them is one
-bulk copy of contiguous bytes into L1, and one multiply.  The panels' sums stay in L0C, and the x
-tile is loaded once for all of them; of one weight 10 or 11 panels, where that makes as many tiles
-as there are cores.  Wider tiles out of panels (a 3-D load, reshaped) are
-miscompiled or go through the vector cores.
+The codec is the dtype of x and W: floats of 16 bits are summed up in float32, int8 in int32, whose
+scales the vector kernel that comes next multiplies in (quantized_rows.py).
+
+An NZ panel is 32 bytes of columns, and its K rows lie one after the other: a step of DEPTH of them
+is one bulk copy of contiguous bytes into L1, and one multiply.  The panels' sums stay in L0C, and
+the x tile is loaded once for all of them; of one weight 10 or 11 panels, where that makes as many
+tiles as there are cores.  Wider tiles out of panels (a 3-D load, reshaped) are miscompiled or go
+through the vector cores.
 
 Where tiles are few, the depth is cut as well: `out` then has sums of parts, for the next launch to
 add.  How it is cut follows from the shapes alone: sums are the same on any number of cores.
@@ -19,7 +23,9 @@ add.  How it is cut follows from the shapes alone: sums are the same on any numb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,12 +33,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory, nz
-from ..common import cores, entry, tiling, tune
+from ..common import cores, tiling, tune, tuples
 from ..common.cores import turn
 
-_MOST = 4  # weights of a launch
+_WEIGHTS = "one", "two", "three", "four"  # of a launch
 _PARTS = 8  # of the depth, at most
-_PART = 16_000  # numbers that are loaded while a part's few copies of the next launch begin
+_PART = 32_000  # bytes that are loaded while a part's few copies of the next launch begin
+_COPY = 3_500  # bytes that are loaded while a copy begins
+_PANEL = 32  # bytes of columns
+_STEP = 256  # bytes of a row that `nd_product` multiplies at once
 _CACHED = 3  # how many times as fast the cache is as the memory
 
 
@@ -48,10 +57,10 @@ def _step(
     acc,
     WHOLE_N: tl.constexpr,
     WHOLE_K: tl.constexpr,
-    DEPTH: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
-    ZERO: tl.constexpr = 0 if WIDE == 32 else 0.0
+    DEPTH: tl.constexpr = x_tile.shape[1]
+    WIDE: tl.constexpr = acc.shape[1]
+    ZERO: tl.constexpr = 0 if acc.dtype == tl.int32 else 0.0
     if not WHOLE_N:  # a panel past the last one is the last one
         panel = tl.minimum(panel, panels - 1)
     start = w + panel.to(tl.int64) * depth * WIDE + at
@@ -63,7 +72,8 @@ def _step(
 
 
 @triton.jit
-def _put(out, row, m, panel, panels, columns, acc, WHOLE_N: tl.constexpr, WIDE: tl.constexpr):
+def _put(out, row, m, panel, panels, columns, acc, WHOLE_N: tl.constexpr):
+    WIDE: tl.constexpr = acc.shape[1]
     n = tl.arange(0, WIDE)
     at = out + row * columns + panel * WIDE + n[None]
     there = m[:, None]
@@ -147,181 +157,79 @@ def panel_tiles(
             k = part * span + step
             x_tile = row_tile(x, row, m, depth, k, x_row, WHOLE_M, WHOLE_K, DEPTH)
             at = (k + d)[:, None] * WIDE + n[None]
-            acc0 = _step(
-                x_tile, w, panel, panels, depth, k, at, acc0, WHOLE_N, WHOLE_K, DEPTH, WIDE
-            )
-            acc1 = _step(
-                x_tile, w, panel + 1, panels, depth, k, at, acc1, WHOLE_N, WHOLE_K, DEPTH, WIDE
-            )
-            acc2 = _step(
-                x_tile, w, panel + 2, panels, depth, k, at, acc2, WHOLE_N, WHOLE_K, DEPTH, WIDE
-            )
-            acc3 = _step(
-                x_tile, w, panel + 3, panels, depth, k, at, acc3, WHOLE_N, WHOLE_K, DEPTH, WIDE
-            )
+            acc0 = _step(x_tile, w, panel, panels, depth, k, at, acc0, WHOLE_N, WHOLE_K)
+            acc1 = _step(x_tile, w, panel + 1, panels, depth, k, at, acc1, WHOLE_N, WHOLE_K)
+            acc2 = _step(x_tile, w, panel + 2, panels, depth, k, at, acc2, WHOLE_N, WHOLE_K)
+            acc3 = _step(x_tile, w, panel + 3, panels, depth, k, at, acc3, WHOLE_N, WHOLE_K)
             if PANELS >= 8:
-                acc4 = _step(
-                    x_tile, w, panel + 4, panels, depth, k, at, acc4, WHOLE_N, WHOLE_K, DEPTH, WIDE
-                )
-                acc5 = _step(
-                    x_tile, w, panel + 5, panels, depth, k, at, acc5, WHOLE_N, WHOLE_K, DEPTH, WIDE
-                )
-                acc6 = _step(
-                    x_tile, w, panel + 6, panels, depth, k, at, acc6, WHOLE_N, WHOLE_K, DEPTH, WIDE
-                )
-                acc7 = _step(
-                    x_tile, w, panel + 7, panels, depth, k, at, acc7, WHOLE_N, WHOLE_K, DEPTH, WIDE
-                )
+                acc4 = _step(x_tile, w, panel + 4, panels, depth, k, at, acc4, WHOLE_N, WHOLE_K)
+                acc5 = _step(x_tile, w, panel + 5, panels, depth, k, at, acc5, WHOLE_N, WHOLE_K)
+                acc6 = _step(x_tile, w, panel + 6, panels, depth, k, at, acc6, WHOLE_N, WHOLE_K)
+                acc7 = _step(x_tile, w, panel + 7, panels, depth, k, at, acc7, WHOLE_N, WHOLE_K)
             if PANELS >= 10:
-                acc8 = _step(
-                    x_tile, w, panel + 8, panels, depth, k, at, acc8, WHOLE_N, WHOLE_K, DEPTH, WIDE
-                )
-                acc9 = _step(
-                    x_tile, w, panel + 9, panels, depth, k, at, acc9, WHOLE_N, WHOLE_K, DEPTH, WIDE
-                )
+                acc8 = _step(x_tile, w, panel + 8, panels, depth, k, at, acc8, WHOLE_N, WHOLE_K)
+                acc9 = _step(x_tile, w, panel + 9, panels, depth, k, at, acc9, WHOLE_N, WHOLE_K)
             if PANELS == 11:
-                acc10 = _step(
-                    x_tile,
-                    w,
-                    panel + 10,
-                    panels,
-                    depth,
-                    k,
-                    at,
-                    acc10,
-                    WHOLE_N,
-                    WHOLE_K,
-                    DEPTH,
-                    WIDE,
-                )
+                acc10 = _step(x_tile, w, panel + 10, panels, depth, k, at, acc10, WHOLE_N, WHOLE_K)
         to = out + part.to(tl.int64) * out_part
-        _put(to, row, m, panel, panels, out_row, acc0, WHOLE_N, WIDE)
-        _put(to, row, m, panel + 1, panels, out_row, acc1, WHOLE_N, WIDE)
-        _put(to, row, m, panel + 2, panels, out_row, acc2, WHOLE_N, WIDE)
-        _put(to, row, m, panel + 3, panels, out_row, acc3, WHOLE_N, WIDE)
+        _put(to, row, m, panel, panels, out_row, acc0, WHOLE_N)
+        _put(to, row, m, panel + 1, panels, out_row, acc1, WHOLE_N)
+        _put(to, row, m, panel + 2, panels, out_row, acc2, WHOLE_N)
+        _put(to, row, m, panel + 3, panels, out_row, acc3, WHOLE_N)
         if PANELS >= 8:
-            _put(to, row, m, panel + 4, panels, out_row, acc4, WHOLE_N, WIDE)
-            _put(to, row, m, panel + 5, panels, out_row, acc5, WHOLE_N, WIDE)
-            _put(to, row, m, panel + 6, panels, out_row, acc6, WHOLE_N, WIDE)
-            _put(to, row, m, panel + 7, panels, out_row, acc7, WHOLE_N, WIDE)
+            _put(to, row, m, panel + 4, panels, out_row, acc4, WHOLE_N)
+            _put(to, row, m, panel + 5, panels, out_row, acc5, WHOLE_N)
+            _put(to, row, m, panel + 6, panels, out_row, acc6, WHOLE_N)
+            _put(to, row, m, panel + 7, panels, out_row, acc7, WHOLE_N)
         if PANELS >= 10:
-            _put(to, row, m, panel + 8, panels, out_row, acc8, WHOLE_N, WIDE)
-            _put(to, row, m, panel + 9, panels, out_row, acc9, WHOLE_N, WIDE)
+            _put(to, row, m, panel + 8, panels, out_row, acc8, WHOLE_N)
+            _put(to, row, m, panel + 9, panels, out_row, acc9, WHOLE_N)
         if PANELS == 11:
-            _put(to, row, m, panel + 10, panels, out_row, acc10, WHOLE_N, WIDE)
+            _put(to, row, m, panel + 10, panels, out_row, acc10, WHOLE_N)
     return (first + tiles * parts) % tl.num_programs(0)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "columns0", "columns1", "columns2", "columns3", "row0", "row1", "row2", "row3", "rows",
-        "depth", "parts", "out_part",
-    ]
-)  # fmt: skip
+class Weight(NamedTuple):
+    w: Tensor | None  # NZ; None: there is no such product
+    out: Tensor | None  # [rows, columns] of its first part
+    columns: int  # of w
+    row: int  # from row to row of `out`
+
+
+class Extent(NamedTuple):
+    rows: int  # of x
+    depth: int
+    parts: int  # of the depth
+    out_part: int  # from part to part of `out`
+
+
+class Tiles(NamedTuple):
+    WHOLE_M: tl.constexpr  # tiles divide the rows of x
+    WHOLE_N: tl.constexpr  # the columns of each weight
+    WHOLE_K: tl.constexpr  # the depth
+    ROWS: tl.constexpr
+    PANELS: tl.constexpr
+    DEPTH: tl.constexpr
+
+
+@tuples.jit()
 def nz_products(
     x,
-    w0,
-    out0,
-    columns0,
-    row0,
-    w1,
-    out1,
-    columns1,
-    row1,
-    w2,
-    out2,
-    columns2,
-    row2,
-    w3,
-    out3,
-    columns3,
-    row3,
-    rows,
-    depth,
-    parts,
-    out_part,
-    WHOLE_M: tl.constexpr,
-    WHOLE_N: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    PANELS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    one: Weight,
+    two: Weight,
+    three: Weight,
+    four: Weight,
+    of: Extent,
+    C: Tiles,
+    WIDE: tl.constexpr = 16,
 ):
-    first = panel_tiles(
-        x,
-        w0,
-        out0,
-        columns0,
-        row0,
-        0,
-        rows,
-        depth,
-        parts,
-        out_part,
-        WHOLE_M,
-        WHOLE_N,
-        WHOLE_K,
-        ROWS,
-        PANELS,
-        DEPTH,
-    )
-    if w1 is not None:
-        first = panel_tiles(
-            x,
-            w1,
-            out1,
-            columns1,
-            row1,
-            first,
-            rows,
-            depth,
-            parts,
-            out_part,
-            WHOLE_M,
-            WHOLE_N,
-            WHOLE_K,
-            ROWS,
-            PANELS,
-            DEPTH,
-        )
-    if w2 is not None:
-        first = panel_tiles(
-            x,
-            w2,
-            out2,
-            columns2,
-            row2,
-            first,
-            rows,
-            depth,
-            parts,
-            out_part,
-            WHOLE_M,
-            WHOLE_N,
-            WHOLE_K,
-            ROWS,
-            PANELS,
-            DEPTH,
-        )
-    if w3 is not None:
-        panel_tiles(
-            x,
-            w3,
-            out3,
-            columns3,
-            row3,
-            first,
-            rows,
-            depth,
-            parts,
-            out_part,
-            WHOLE_M,
-            WHOLE_N,
-            WHOLE_K,
-            ROWS,
-            PANELS,
-            DEPTH,
-        )
+    first = panel_tiles(x, *one, 0, *of, *C, WIDE)
+    if two.w is not None:
+        first = panel_tiles(x, *two, first, *of, *C, WIDE)
+    if three.w is not None:
+        first = panel_tiles(x, *three, first, *of, *C, WIDE)
+    if four.w is not None:
+        panel_tiles(x, *four, first, *of, *C, WIDE)
 
 
 @triton.jit
@@ -332,6 +240,7 @@ def _held_panels(
     columns,
     out_row,
     first,
+    to,
     core,
     cores,
     k,
@@ -342,8 +251,9 @@ def _held_panels(
     PANELS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """The tiles of one weight, of which core `first` of `cores` takes the first; the core where
-    they end."""
+    """The tiles of one weight, of which core `first` of `cores` takes the first, `to` behind `out`;
+    the core where they end."""
+    out += to
     panels = columns // 16
     tiles = (panels + PANELS - 1) // PANELS
     row = tl.arange(0, ROWS)
@@ -354,130 +264,50 @@ def _held_panels(
         for i in tl.static_range(PANELS):
             panel = tile * PANELS + i
             acc = tl.zeros((ROWS, 16), tl.float32)
-            acc = _step(x_tile, w, panel, panels, depth, k, at, acc, WHOLE_N, True, DEPTH, 16)
-            _put(out, row, m, panel, panels, out_row, acc, WHOLE_N, 16)
+            acc = _step(x_tile, w, panel, panels, depth, k, at, acc, WHOLE_N, True)
+            _put(out, row, m, panel, panels, out_row, acc, WHOLE_N)
     return (first + tiles) % cores
 
 
-@entry.jit(
-    do_not_specialize=[
-        "columns0", "columns1", "columns2", "columns3", "row0", "row1", "row2", "row3", "rows",
-        "depth", "parts", "out_part",
-    ]
-)  # fmt: skip
+class Held(NamedTuple):
+    WHOLE_N: tl.constexpr  # tiles divide the columns of each weight
+    ROWS: tl.constexpr
+    PANELS: tl.constexpr
+    DEPTH: tl.constexpr
+
+
+@tuples.jit()
 def held_products(
     x,
-    w0,
-    out0,
-    columns0,
-    row0,
-    w1,
-    out1,
-    columns1,
-    row1,
-    w2,
-    out2,
-    columns2,
-    row2,
-    w3,
-    out3,
-    columns3,
-    row3,
-    rows,
-    depth,
-    parts,
-    out_part,
+    one: Weight,
+    two: Weight,
+    three: Weight,
+    four: Weight,
+    of: Extent,
     WHOLE_M: tl.constexpr,
-    WHOLE_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    PANELS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    C: Held,
     multibuffer: tl.constexpr,
 ):
     """Of at most ROWS rows, in parts of DEPTH numbers: each program has one of them."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    part = program * parts // programs
-    start = (part * programs + parts - 1) // parts
-    cores = ((part + 1) * programs + parts - 1) // parts - start
+    part = program * of.parts // programs
+    start = (part * programs + of.parts - 1) // of.parts
+    cores = ((part + 1) * programs + of.parts - 1) // of.parts - start
     core = program - start
-    k = part * DEPTH
-    row = tl.arange(0, ROWS)
-    x_tile = row_tile(
-        x, row.to(tl.int64)[:, None], row < rows, depth, k, depth, WHOLE_M, True, DEPTH
-    )
-    to = part.to(tl.int64) * out_part
-    first = _held_panels(
-        x_tile,
-        w0,
-        out0 + to,
-        columns0,
-        row0,
-        0,
-        core,
-        cores,
-        k,
-        rows,
-        depth,
-        WHOLE_N,
-        ROWS,
-        PANELS,
-        DEPTH,
-    )
-    if w1 is not None:
-        first = _held_panels(
-            x_tile,
-            w1,
-            out1 + to,
-            columns1,
-            row1,
-            first,
-            core,
-            cores,
-            k,
-            rows,
-            depth,
-            WHOLE_N,
-            ROWS,
-            PANELS,
-            DEPTH,
-        )
-    if w2 is not None:
-        first = _held_panels(
-            x_tile,
-            w2,
-            out2 + to,
-            columns2,
-            row2,
-            first,
-            core,
-            cores,
-            k,
-            rows,
-            depth,
-            WHOLE_N,
-            ROWS,
-            PANELS,
-            DEPTH,
-        )
-    if w3 is not None:
-        _held_panels(
-            x_tile,
-            w3,
-            out3 + to,
-            columns3,
-            row3,
-            first,
-            core,
-            cores,
-            k,
-            rows,
-            depth,
-            WHOLE_N,
-            ROWS,
-            PANELS,
-            DEPTH,
-        )
+    k = part * C.DEPTH
+    row = tl.arange(0, C.ROWS)
+    m = row < of.rows
+    row = row.to(tl.int64)[:, None]
+    x_tile = row_tile(x, row, m, of.depth, k, of.depth, WHOLE_M, True, C.DEPTH)
+    to = part.to(tl.int64) * of.out_part
+    first = _held_panels(x_tile, *one, 0, to, core, cores, k, of.rows, of.depth, *C)
+    if two.w is not None:
+        first = _held_panels(x_tile, *two, first, to, core, cores, k, of.rows, of.depth, *C)
+    if three.w is not None:
+        first = _held_panels(x_tile, *three, first, to, core, cores, k, of.rows, of.depth, *C)
+    if four.w is not None:
+        _held_panels(x_tile, *four, first, to, core, cores, k, of.rows, of.depth, *C)
 
 
 @triton.jit
@@ -501,6 +331,8 @@ def head_tiles(
     DEPTH: tl.constexpr,
 ):
     """LINEAR: a weight is [columns, depth]."""
+    KIND: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+    ZERO: tl.constexpr = 0 if x.dtype.element_ty == tl.int8 else 0.0
     across = (columns + COLUMNS - 1) // COLUMNS
     tiles = (rows + ROWS - 1) // ROWS * across
     d = tl.arange(0, DEPTH)
@@ -513,7 +345,7 @@ def head_tiles(
         n = column < columns
         row = row.to(tl.int64)[:, None]
         of_head = w + head.to(tl.int64) * depth * columns
-        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        acc = tl.zeros((ROWS, COLUMNS), KIND)
         for k in range(0, depth, DEPTH):
             from_x = x + row * x_row + head * x_head + (k + d)[None]
             if LINEAR:
@@ -525,59 +357,61 @@ def head_tiles(
             if WHOLE_M and WHOLE_K:
                 x_tile = tl.load(from_x)
             elif WHOLE_K:
-                x_tile = tl.load(from_x, mask=m, other=0.0)
+                x_tile = tl.load(from_x, mask=m, other=ZERO)
             else:
-                x_tile = tl.load(from_x, mask=m & (d < depth - k)[None], other=0.0)
+                x_tile = tl.load(from_x, mask=m & (d < depth - k)[None], other=ZERO)
             if WHOLE_N and WHOLE_K:
                 w_tile = tl.load(from_w)
             else:
-                w_tile = tl.load(from_w, mask=there, other=0.0)
+                w_tile = tl.load(from_w, mask=there, other=ZERO)
             if LINEAR:
                 w_tile = tl.trans(w_tile)
-            acc = tl.dot(x_tile, w_tile, acc)
+            acc = tl.dot(x_tile, w_tile, acc, out_dtype=KIND)
         to = out + row * out_row + head * columns + column[None]
         tl.store(to, acc.to(out.dtype.element_ty), mask=m & n[None])
 
 
-@entry.jit(do_not_specialize=["rows", "heads", "columns", "depth", "x_row", "x_head", "out_row"])
-def nd_product(
-    x,
-    w,
-    out,
-    rows,
-    heads,
-    columns,
-    depth,
-    x_row,
-    x_head,
-    out_row,
-    WHOLE_M: tl.constexpr,
-    WHOLE_N: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    LINEAR: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    head_tiles(
-        x,
-        w,
-        out,
-        rows,
-        heads,
-        columns,
-        depth,
-        x_row,
-        x_head,
-        out_row,
-        WHOLE_M,
-        WHOLE_N,
-        WHOLE_K,
-        LINEAR,
-        ROWS,
-        COLUMNS,
-        DEPTH,
-    )
+class Heads(NamedTuple):
+    rows: int  # of x
+    heads: int
+    columns: int  # of a head's weight
+    depth: int
+    x_row: int  # from row to row of x
+    x_head: int
+    out_row: int
+
+
+class HeadTiles(NamedTuple):
+    WHOLE_M: tl.constexpr  # tiles divide the rows of x
+    WHOLE_N: tl.constexpr  # the columns
+    WHOLE_K: tl.constexpr  # the depth
+    LINEAR: tl.constexpr
+    ROWS: tl.constexpr
+    COLUMNS: tl.constexpr
+    DEPTH: tl.constexpr
+
+
+@tuples.jit()
+def nd_product(x, w, out, of: Heads, C: HeadTiles):
+    head_tiles(x, w, out, *of, *C)
+
+
+@dataclass
+class Rows:
+    """Activations [M, K]: int8 with a scale for each, or floats without."""
+
+    values: Tensor
+    scale: Tensor | None = None
+
+
+@dataclass
+class Sums:
+    """[parts, M, N], whose sum over the parts is a product: float32, or int32, to be multiplied by
+    the scale of its row and that of its column.  Its rows may lie apart."""
+
+    parts: Tensor
+    by_row: Tensor | None = None
+    by_column: Tensor | None = None
 
 
 def weights(x: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], weight_format: str) -> None:
@@ -591,13 +425,16 @@ def weights(x: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], weight_format: st
             heads(x[:, None], w[None], out[:, None], weight_format == "linear")
 
 
-def in_parts(x: Tensor, columns: Sequence[tuple[Tensor, int]], weight_format: str) -> Tensor:
-    """[parts, M, sum of N] in float32, whose sum over the parts is x [M, K] @ w of each (w, N), one
-    beside the other."""
+def in_parts(
+    x: Tensor, columns: Sequence[tuple[Tensor, int]], weight_format: str, most: int = _PARTS
+) -> Tensor:
+    """[parts, M, sum of N], whose sum over the parts, at `most` so many, is x [M, K] @ w of each
+    (w, N), one beside the other."""
     sizes = [size for _, size in columns]
     whole = all(nz.is_nz(w, weight_format) for w, _ in columns)
-    config, parts = _cut(x, sizes, _PARTS if whole else 1)
-    out = memory.empty((parts, x.shape[0], sum(sizes)), torch.float32, x.device)
+    config, parts = _cut(x, sizes, most if whole else 1)
+    kind = torch.int32 if x.dtype is torch.int8 else torch.float32
+    out = memory.empty((parts, x.shape[0], sum(sizes)), kind, x.device)
     pairs = list(zip([w for w, _ in columns], out[0].split(sizes, dim=1), strict=True))
     if whole:
         _launch(x, pairs, (config, parts), out.stride(0))
@@ -606,25 +443,31 @@ def in_parts(x: Tensor, columns: Sequence[tuple[Tensor, int]], weight_format: st
     return out
 
 
+def sums(
+    x: Rows, scaled: Sequence[tuple[Tensor, Tensor]], weight_format: str, most: int = _PARTS
+) -> list[Sums]:
+    """The products of int8 rows with int8 weights, given with their scales [1, N], as `in_parts`
+    makes them."""
+    sizes = [scale.shape[1] for _, scale in scaled]
+    columns = [(w, size) for (w, _), size in zip(scaled, sizes, strict=True)]
+    made = in_parts(x.values, columns, weight_format, most).split(sizes, -1)
+    return [Sums(out, x.scale, scale) for out, (_, scale) in zip(made, scaled, strict=True)]
+
+
 def _launch(
     x: Tensor, pairs: list[tuple[Tensor, Tensor]], cut: tuple[tune.Config, int], out_part: int
 ) -> None:
     (rows, depth), (config, parts) = x.shape, cut
-    held = _held(rows, depth // parts, len(pairs))
+    held = None if x.dtype is torch.int8 else _held(rows, depth // parts, len(pairs))
     config = held or config
-    wide = 16 * config.tiles["PANELS"]
     given: dict[str, Any] = {}
-    for i in range(_MOST):
-        w, out = pairs[i] if i < len(pairs) else (None, None)
+    for name, (w, out) in zip_longest(_WEIGHTS, pairs, fillvalue=(None, None)):
         columns, row = (0, 0) if out is None else (out.shape[1], out.stride(0))
-        given |= {f"w{i}": w, f"out{i}": out, f"columns{i}": columns, f"row{i}": row}
-    given |= dict(
-        rows=rows,
-        depth=depth,
-        parts=parts,
-        out_part=out_part,
-        WHOLE_N=all(out.shape[1] % wide == 0 for _, out in pairs),
-    )
+        weight = Weight(w, out, columns, row)
+        given |= {f"{name}_{field}": value for field, value in weight._asdict().items()}
+    extent = Extent(rows, depth, parts, out_part)
+    given |= {f"of_{field}": value for field, value in extent._asdict().items()}
+    given["WHOLE_N"] = all(out.shape[1] % _wide(config) == 0 for _, out in pairs)
     works = min(parts * _tile_count(rows, [out.shape[1] for _, out in pairs], config), cores.cube())
     if held is None:
         nz_products[(works,)](x, **given, **whole_tiles(config, rows, depth), **config.keywords)
@@ -641,7 +484,11 @@ def _launch(
 def heads(x: Tensor, w: Tensor, out: Tensor, linear: bool = False) -> None:
     """out [M, heads, N] = x [M, heads, K] @ w [heads, K, N], or [heads, N, K] where `linear`; x may
     have strides, dense rows."""
-    config = by_height("product.nd_product", x.shape[0])
+    step = _STEP // x.element_size()
+    found = covering("product.nd_product", x.shape[0])
+    config = tune.choose(
+        "product.nd_product", [config for config in found if config.tiles["DEPTH"] == step]
+    )
     given = of_heads(x, w, out, config) | {"LINEAR": linear}
     works = head_tile_count(x, out.shape[2], config)
     nd_product[(min(works, cores.cube()),)](**given, **config.keywords)
@@ -651,17 +498,12 @@ def of_heads(x: Tensor, w: Tensor, out: Tensor, config: tune.Config) -> dict[str
     """What `head_tiles` takes beside its tiles."""
     rows, heads, depth = x.shape
     columns = out.shape[2]
+    of = Heads(rows, heads, columns, depth, x.stride(0), x.stride(1), out.stride(0))
     return dict(
         x=x,
         w=w,
         out=out,
-        rows=rows,
-        heads=heads,
-        columns=columns,
-        depth=depth,
-        x_row=x.stride(0),
-        x_head=x.stride(1),
-        out_row=out.stride(0),
+        **{f"of_{field}": value for field, value in of._asdict().items()},
         WHOLE_N=columns % config.tiles["COLUMNS"] == 0,
         **whole_tiles(config, rows, depth),
     )
@@ -687,10 +529,12 @@ def covering(kernel: str, rows: int) -> list[tune.Config]:
 def _cut(x: Tensor, columns: Sequence[int], most: int) -> tuple[tune.Config, int]:
     """The tiles and the number of parts, at most so many, that read the least on a core."""
     rows, depth = x.shape
+    size = x.element_size()
     by_rows = [
         config
         for config in covering("product.nz_products", rows)
-        if len(columns) == 1 or config.tiles["PANELS"] <= 8
+        if config.tiles.get("WIDE", 16) * size == _PANEL
+        and (len(columns) == 1 or config.tiles["PANELS"] <= 8)
     ]
     least = by_rows[0].tiles["ROWS"]
 
@@ -699,12 +543,14 @@ def _cut(x: Tensor, columns: Sequence[int], most: int) -> tuple[tune.Config, int
         return [1] + [n for n in range(2, most + 1) if depth % (n * step) == 0]
 
     def cost(config: tune.Config, n: int) -> float:
-        """Numbers that one of 24 cores waits for: weights, x out of the cache, sums, which are
-        twice as wide and go out and in."""
+        """Bytes that one of 24 cores waits for: weights, x out of the cache, sums of four bytes,
+        which go out and in."""
         turns = -(-n * _tile_count(rows, columns, config) // tiling.A3.cube_cores)
-        wide = 16 * config.tiles["PANELS"] + min(rows, config.tiles["ROWS"]) / _CACHED
-        sums = 4 * n * rows * sum(columns) / tiling.A3.cube_cores
-        return turns * tiling.up(depth // n, config.tiles["DEPTH"]) * wide + sums + n * _PART
+        steps = turns * -(-depth // (n * config.tiles["DEPTH"]))
+        wide = _wide(config) + min(rows, config.tiles["ROWS"]) / _CACHED
+        loaded = size * config.tiles["DEPTH"] * wide + (config.tiles["PANELS"] + 1) * _COPY
+        sums = 8 * n * rows * sum(columns) / tiling.A3.cube_cores
+        return steps * loaded + sums + n * _PART
 
     fitting = [config for config in by_rows if config.tiles["ROWS"] == least]
     smaller = [config for config in by_rows if config.tiles["ROWS"] < least]
@@ -731,9 +577,14 @@ def _held(rows: int, depth: int, weights: int) -> tune.Config | None:
     return tune.choose("product.held_products", found, depth, weights)
 
 
+def _wide(config: tune.Config) -> int:
+    """Columns of a tile out of panels."""
+    return config.tiles.get("WIDE", 16) * config.tiles["PANELS"]
+
+
 def _tile_count(rows: int, columns: Sequence[int], config: tune.Config) -> int:
-    wide = 16 * config.tiles["PANELS"]
-    return -(-rows // config.tiles["ROWS"]) * sum(-(-each // wide) for each in columns)
+    across = sum(-(-each // _wide(config)) for each in columns)
+    return -(-rows // config.tiles["ROWS"]) * across
 
 
 def whole_tiles(config: tune.Config, rows: int, depth: int) -> dict[str, bool]:

@@ -21,8 +21,8 @@ from ...dispatch.common import layer, memory, quantized
 from ...dispatch.ops.prolog.indexer_prolog_pto import Arguments as IndexerArguments
 from ...dispatch.ops.prolog.mla_prolog_pto import Arguments as MlaArguments
 from ..common import quantize, tiling
-from . import absorption, product, quantized_product, quantized_rows
-from .quantized_product import Rows, Sums
+from . import absorption, product, quantized_rows
+from .product import Rows, Sums
 from .quantized_rows import Rotation
 
 _FP8 = "the cube and vector units of A2 and A3 have int8 and no fp8"
@@ -60,7 +60,7 @@ def _products(
         made = product.in_parts(x, [(w, size) for w, size, _ in weights], weight_format)
         return [Sums(part) for part in made.split(sizes, -1)]
     given = Rows(x, x_scale) if x_scale is not None else Rows(*quantize.of_rows(x))
-    return quantized_product.sums(given, scaled, weight_format)
+    return product.sums(given, scaled, weight_format)
 
 
 def mla(**x: Unpack[MlaArguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
@@ -114,7 +114,7 @@ def mla(**x: Unpack[MlaArguments]) -> tuple[Tensor, Tensor, Tensor, Rows]:
         if dequant_scale_w_uq_qr is not None:
             to_absorb = new(tokens, heads, plain)
             scaled = [(weight_uq_qr, dequant_scale_w_uq_qr)]
-            (q,) = quantized_product.sums(c, scaled, weight_format, 1)
+            (q,) = product.sums(c, scaled, weight_format, 1)
             quantized_rows.of_query_heads(q, rotation, to_absorb, of_rope)
             product.heads(to_absorb, weight_uk, of_query)
         else:
@@ -163,7 +163,7 @@ def indexer(heads: int, **x: Unpack[IndexerArguments]) -> tuple[Tensor, Tensor]:
             if dequant_scale_q_norm is None:
                 given = quantize.of_rows(c, x["smooth_scales_cq"])
             scaled = [(weight_qb, dequant_scale_w_qb)]
-            (q,) = quantized_product.sums(Rows(*given), scaled, weight_format, 1)
+            (q,) = product.sums(Rows(*given), scaled, weight_format, 1)
         else:
             q = Sums(memory.empty((1, tokens, heads * size), dtype, device))
             product.weights(c, [(weight_qb, q.parts[0])], weight_format)
@@ -206,9 +206,7 @@ def both(a: layer.Whole, index_heads: int) -> tuple[Tensor, Tensor, Tensor, Tens
             (a.w_uq_qr, a.dequant_scale_w_uq_qr),
             (a.w_idx_qb, a.dequant_scale_w_idx_qb),
         ]
-        down, latents, key = quantized_product.sums(
-            Rows(*quantize.of_rows(x)), first, a.weight_format
-        )
+        down, latents, key = product.sums(Rows(*quantize.of_rows(x)), first, a.weight_format)
         of = quantized_rows.Latent(
             a.gamma_cq,
             a.gamma_ckv,
@@ -226,7 +224,7 @@ def both(a: layer.Whole, index_heads: int) -> tuple[Tensor, Tensor, Tensor, Tens
             a.in_gamma_k, a.in_beta_k, a.layer_norm_eps, keys, scales, a.cache_index
         )
         quantized_rows.of_index_keys(key, proj, index, of_index, weights)
-        q, of_indexer = quantized_product.sums(c, second, a.weight_format, 1)
+        q, of_indexer = product.sums(c, second, a.weight_format, 1)
         quantized_rows.of_query_heads(q, rotation, to_absorb, query_rope.flatten(0, 1))
         quantized_rows.of_index_heads(of_indexer, of_index, weights, query_index, folded)
         product.heads(to_absorb, a.w_uk, query.flatten(0, 1))

@@ -25,32 +25,8 @@ from torch import Tensor
 from ...dispatch.common import quantized
 from ..common import cores, entry, quantize, ragged, tune, tuples
 from ..common.cores import turn
-from .quantized_product import Rows, Sums
-from .rows import _angles, _pair
-
-
-@triton.jit
-def _number(x, d, parts, part, by_row, by_column):
-    """x[d], summed over the parts; of integers what they stand for."""
-    total = tl.load(x + d)
-    for i in range(1, parts):
-        total += tl.load(x + i.to(tl.int64) * part + d)
-    if by_column is not None:
-        total = total.to(tl.float32) * by_row * tl.load(by_column + d)
-    return total
-
-
-@triton.jit
-def _numbers_pair(x, parts, part, by_row, by_column, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The two dims that each angle turns."""
-    h = tl.arange(0, SIZE // 2)
-    if INTERLEAVED:
-        both = _number(x, tl.arange(0, SIZE), parts, part, by_row, by_column)
-        left, right = tl.split(both.reshape(SIZE // 2, 2))
-    else:
-        left = _number(x, h, parts, part, by_row, by_column)
-        right = _number(x, SIZE // 2 + h, parts, part, by_row, by_column)
-    return left, right
+from .product import Rows, Sums
+from .rows import _angles, _pair, _summed, _summed_pair
 
 
 @triton.jit
@@ -78,7 +54,7 @@ def _query_norms(
         by_row = 1.0
         if by_column is not None:
             by_row = tl.load(by_rows + row)
-        v = _number(at, d, parts, part, by_row, by_column).to(dtype).to(tl.float32)
+        v = _summed(at, d, parts, part, by_row, by_column).to(dtype).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(v * v, 0) / RANK + epsilon)
         normed = (v * scale * g).to(dtype)
         to = row.to(tl.int64) * RANK + d
@@ -146,7 +122,7 @@ def _latent_rows(
             of_rope = by_column + LATENT
         else:
             of_rope = by_column
-        v = _number(at, d, parts, part, by_row, by_column).to(DTYPE).to(tl.float32)
+        v = _summed(at, d, parts, part, by_row, by_column).to(DTYPE).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(v * v, 0) / LATENT + epsilon)
         normed = (v * scale * g).to(DTYPE)
         to = latents + outer * latent_page + inner * LATENT_ROW
@@ -163,9 +139,7 @@ def _latent_rows(
         if ROTARY > 0:
             h = tl.arange(0, ROTARY // 2)
             from_rope = at + LATENT
-            left, right = _numbers_pair(
-                from_rope, parts, part, by_row, of_rope, ROTARY, INTERLEAVED
-            )
+            left, right = _summed_pair(from_rope, parts, part, ROTARY, INTERLEAVED, by_row, of_rope)
             left = left.to(DTYPE).to(tl.float32)
             right = right.to(DTYPE).to(tl.float32)
             angle = row.to(tl.int64) * ROTARY
@@ -330,15 +304,15 @@ def index_keys(
             of_rest_column = by_column + ROTARY
         else:
             of_rest_column = by_column
-        of_heads = _number(y + row.to(tl.int64) * y_row, w, y_parts, y_part, 1.0, None)
+        of_heads = _summed(y + row.to(tl.int64) * y_row, w, y_parts, y_part)
         tl.store(weights + row.to(tl.int64) * HEADS + w, of_heads.to(dtype))
         total = 0.0
         if ROTARY > 0:
-            left, right = _numbers_pair(at, parts, part, by_row, by_column, ROTARY, INTERLEAVED)
+            left, right = _summed_pair(at, parts, part, ROTARY, INTERLEAVED, by_row, by_column)
             total = tl.sum(left, 0) + tl.sum(right, 0)
         if REST > 0:
             r = tl.arange(0, REST)
-            rest = _number(at + ROTARY, r, parts, part, by_row, of_rest_column)
+            rest = _summed(at + ROTARY, r, parts, part, by_row, of_rest_column)
             total += tl.sum(rest, 0)
         mean = total / SIZE
         squares = 0.0

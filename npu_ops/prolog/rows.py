@@ -24,11 +24,13 @@ from ..common.cores import turn
 
 
 @triton.jit
-def _summed(x, d, parts, part):
-    """x[d] of float32, summed over the parts of a product's depth."""
+def _summed(x, d, parts, part, by_row=1.0, by_column=None):
+    """x[d], summed over the parts of a product's depth; of int32 what they stand for."""
     total = tl.load(x + d)
     for i in range(1, parts):
         total += tl.load(x + i.to(tl.int64) * part + d)
+    if by_column is not None:
+        total = total.to(tl.float32) * by_row * tl.load(by_column + d)
     return total
 
 
@@ -54,15 +56,23 @@ def _pair(x, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _summed_pair(x, parts, part, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _summed_pair(
+    x,
+    parts,
+    part,
+    SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    by_row=1.0,
+    by_column=None,
+):
     """The two dims that each angle turns, summed."""
     if INTERLEAVED:
-        both = _summed(x, tl.arange(0, SIZE), parts, part)
+        both = _summed(x, tl.arange(0, SIZE), parts, part, by_row, by_column)
         left, right = tl.split(both.reshape(SIZE // 2, 2))
     else:
         h = tl.arange(0, SIZE // 2)
-        left = _summed(x, h, parts, part)
-        right = _summed(x, SIZE // 2 + h, parts, part)
+        left = _summed(x, h, parts, part, by_row, by_column)
+        right = _summed(x, SIZE // 2 + h, parts, part, by_row, by_column)
     return left, right
 
 

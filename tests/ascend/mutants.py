@@ -79,7 +79,6 @@ _TAPS = "what a wider one alone uses is loaded as well, and dropped by the front
 _ZEROS = "rows behind the products are zeros: the sum of squares comes after, the rest is not read"
 # by function, words of a mutant's title ($ is its end): why it changes no result
 _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
-    "absorption.absorb": (("ROWS, DEPTH, COLUMNS)", "both are 128 in every configuration"),),
     "before_attention.launch": (("prolog.index_size, prolog.size)", _NAMED),),
     "blocks_in_place.accumulate": (
         ("total >= 0 (2)", "a row without a key takes the other branch"),
@@ -319,9 +318,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("score >= LEAST_SCORE", "the least score stays itself"),
         ("position <= LONGEST", "no indexer of an NPU gives a position so far"),
     ),
-    "quantized_product._cut": (
-        ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
-    ),
     "quantized_prolog.both": (
         ("-> new(index_heads, tokens)", _NUMBERS),
         ("-> new(rank, tokens)", _NUMBERS),
@@ -343,9 +339,8 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "product._held_panels": (("-> tiles", _CORE),),
     "product.panel_tiles": (
         ("-> tiles * parts", _CORE),
-        ("acc0, WHOLE_K, WHOLE_N, DEPTH, WIDE)", _FIRST),
+        ("acc0, WHOLE_K, WHOLE_N)", _FIRST),
     ),
-    "product.nd_product": (("ROWS, DEPTH, COLUMNS)", "both are 128 in every configuration"),),
     "ragged.visible": (
         ("request <= requests", "a token behind all requests is behind the last one's as well"),
     ),

@@ -854,6 +854,17 @@ def test_what_is_launched_has_the_name_of_its_file(file):
     assert launched <= {function for _, function in ENTRIES}
 
 
+def _fields(file: str, name: str) -> list[str]:
+    """Of a named tuple of the file, or of one that it imports; of another class none."""
+    for x in LAUNCHERS[file].body:
+        if isinstance(x, ast.ClassDef) and x.name == name:
+            return [ast.unparse(part.target) for part in x.body if isinstance(part, ast.AnnAssign)]
+        if isinstance(x, ast.ImportFrom) and name in {alias.name for alias in x.names}:
+            origin = (x.module or "").rpartition(".")[2]
+            return _fields(origin, name) if origin in LAUNCHERS else []
+    return []
+
+
 @pytest.mark.parametrize("kernel", sorted(tune.TABLE))
 def test_kernels_declare_what_their_tiles_name(kernel):
     """triton-ascend warns of an option that is no parameter of the kernel, at every compile."""
@@ -862,5 +873,8 @@ def test_kernels_declare_what_their_tiles_name(kernel):
         x for x in LAUNCHERS[file].body if isinstance(x, ast.FunctionDef) and x.name == function
     )
     declared = {argument.arg for argument in node.args.args}
+    for argument in node.args.args:
+        if isinstance(argument.annotation, ast.Name):
+            declared |= {*_fields(file, argument.annotation.id)}
     for config in tune.TABLE[kernel]:
         assert {*config.tiles, *config.options} <= declared

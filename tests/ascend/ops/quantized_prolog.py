@@ -436,9 +436,9 @@ CONTROLS = (
     ),
     Control(
         "a weight that is not turned",
-        "quantized_product",
-        "TURNED=linear",
-        "TURNED=False",
+        "product",
+        '{"LINEAR": linear}',
+        '{"LINEAR": False}',
         "int8, a checkpoint's own, uneven",
     ),
     Control(

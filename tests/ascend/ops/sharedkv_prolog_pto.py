@@ -158,7 +158,7 @@ CONTROLS = (
     Control(
         "every program has the first part",
         "product",
-        "k = part * DEPTH",
+        "k = part * C.DEPTH",
         "k = part * 0",
         "64 requests of 2, Flash's depths",
     ),
