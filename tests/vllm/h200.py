@@ -119,9 +119,30 @@ class Verdict(NamedTuple):
     wrong: list[tuple[int, int, int]]  # a text, its tokens too far off, the first
 
 
-def below(model: Any, texts: list[list[int]], outputs: list[list[int]]) -> list[Any]:
+@contextmanager
+def rounded(model: Any) -> Iterator[None]:
+    """What each projection and norm gives is off by a rounding, drawn anew."""
+    import torch
+
+    def off(_layer: Any, _given: Any, out: Any) -> Any:
+        eps = torch.finfo(model.dtype).eps
+        return (out.float() * (1 + eps * (torch.rand_like(out, dtype=torch.float) - 0.5))).to(out)
+
+    layers = model.base_model.named_modules()
+    found = [x for name, x in layers if name.endswith(("_proj", "norm"))]
+    hooks = [layer.register_forward_hook(off) for layer in found]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def below(
+    model: Any, texts: list[list[int]], outputs: list[list[int]], own: bool = False
+) -> list[Any]:
     """How far each token's logit lies below the best one, in roundings.  `model` is our own decode
-    loop's.  Texts of about one length go together, behind each as much padding as it takes."""
+    loop's.  Texts of about one length go together, behind each as much padding as it takes.
+
+    `own`: of the tokens that the loop itself chooses there when its layers are a rounding off."""
     import torch
 
     from custom.integrations.transformers import use
@@ -138,12 +159,18 @@ def below(model: Any, texts: list[list[int]], outputs: list[list[int]]) -> list[
     distances: list[Any] = [None] * len(texts)
     for length, batch in batches:
         padded = [given[number] + [0] * (length - len(given[number])) for number in batch]
+        tokens = torch.tensor(padded, device=DEVICE)
         with torch.no_grad(), use():
-            of_all = model(torch.tensor(padded, device=DEVICE), use_cache=True).logits
-        for number, row in zip(batch, of_all, strict=True):
-            first, output = len(texts[number]) - 1, outputs[number]
+            of_all = others = model(tokens, use_cache=True).logits
+            if own:
+                with rounded(model):
+                    others = model(tokens, use_cache=True).logits
+        for number, row, other in zip(batch, of_all, others, strict=True):
+            first, output = len(texts[number]) - 1, torch.tensor(outputs[number], device=DEVICE)
             logits = row[first : first + len(output)].float()
-            chosen = logits.gather(1, torch.tensor(output, device=DEVICE)[:, None])[:, 0]
+            if own:
+                output = other[first : first + len(output)].argmax(-1)
+            chosen = logits.gather(1, output[:, None])[:, 0]
             rounding = torch.finfo(model.dtype).eps * logits.abs().max()
             distances[number] = ((logits.max(-1).values - chosen) / rounding).cpu()
     return distances

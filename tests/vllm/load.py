@@ -170,13 +170,19 @@ def alone(
     tokens: list[list[int]],
     wrong: list[tuple[int, int, int]],
 ) -> Iterator[str]:
-    """The requests with tokens too far off, and what the engine answers to eight of them alone."""
+    """The requests with tokens too far off, what the engine answers to eight of them alone, and how
+    far off the loop itself is when each layer gives a rounding more or less."""
+    import torch
+
     yield f"too far off: {wrong}"
     for number, _count, first in wrong[:8]:
         text, token = asked[number].text + tokens[number][:first], tokens[number][first]
         (again,) = h200.generate(engine, [text], 1)
         off, then = (float(x) for x in h200.below(model, [text] * 2, [[token], again]))
         yield f"behind {len(text)} tokens {off:.1f} roundings off, asked alone {then:.1f}"
+    own = torch.cat(h200.below(model, [each.text for each in asked], tokens, own=True))
+    same, most = int((own == 0).sum()), float(own.max())
+    yield f"the loop, its layers a rounding off: equal: {same} of {len(own)}, farthest: {most:.2f}"
 
 
 def run(given: argparse.Namespace, root: Path) -> None:
