@@ -11,7 +11,8 @@ again.  A line says how often each of these happened; what never did is an error
 Every token, those of aborted streams too, is judged by our own decode loop, given the same text:
 in float32 (DEVICE=cpu, tiny models) it is the loop's own, but for selections that a float's last
 bit decides, two of 2,000 requests; in bfloat16 (four narrow layers, decode steps in graphs) it is
-within rounding.  A GPU needs what h200.py says, each rank a card; processes that
+within 16 roundings, or no farther than twice what the loop itself is off when each of its layers
+gives a rounding more or less.  A GPU needs what h200.py says, each rank a card; processes that
 share cards and FOLDER serve in turns, since ranks that wait for one another keep a card busy.
 """
 
@@ -170,19 +171,23 @@ def alone(
     tokens: list[list[int]],
     wrong: list[tuple[int, int, int]],
 ) -> Iterator[str]:
-    """The requests with tokens too far off, what the engine answers to eight of them alone, and how
-    far off the loop itself is when each layer gives a rounding more or less."""
-    import torch
-
-    yield f"too far off: {wrong}"
+    """What the engine answers to eight of those too far off, with nothing beside them."""
     for number, _count, first in wrong[:8]:
         text, token = asked[number].text + tokens[number][:first], tokens[number][first]
         (again,) = h200.generate(engine, [text], 1)
         off, then = (float(x) for x in h200.below(model, [text] * 2, [[token], again]))
         yield f"behind {len(text)} tokens {off:.1f} roundings off, asked alone {then:.1f}"
-    own = torch.cat(h200.below(model, [each.text for each in asked], tokens, own=True))
+
+
+def as_rounded(model: Any, texts: list[list[int]], tokens: list[list[int]], verdict: Any) -> bool:
+    """Whether as many tokens are equal as the loop itself has, and none is twice as far off, when
+    each of its layers gives a rounding more or less: a selected key may hang on the last bit."""
+    import torch
+
+    own = torch.cat(h200.below(model, texts, tokens, own=True))
     same, most = int((own == 0).sum()), float(own.max())
-    yield f"the loop, its layers a rounding off: equal: {same} of {len(own)}, farthest: {most:.2f}"
+    print(f"the loop, its layers a rounding off: equal: {same}, farthest: {most:.2f}", flush=True)
+    return verdict.same >= same and verdict.worst <= 2 * most
 
 
 def run(given: argparse.Namespace, root: Path) -> None:
@@ -207,7 +212,8 @@ def run(given: argparse.Namespace, root: Path) -> None:
     assert len(seen) == given.ranks and all(each["ops"] for each in seen), seen
     for request, got in zip(asked, tokens, strict=True):
         assert request.kept <= len(got) <= request.count, (request, got)
-    verdict = h200.judge(model, [each.text for each in asked], tokens, load.part.roundings)
+    texts = [each.text for each in asked]
+    verdict = h200.judge(model, texts, tokens, load.part.roundings)
     times.append(time.perf_counter())
     print(
         f"equal: {verdict.same} of {sum(map(len, tokens))} tokens, farthest: {verdict.worst:.2f} "
@@ -215,7 +221,7 @@ def run(given: argparse.Namespace, root: Path) -> None:
         *(f"{after - before:.0f}" for before, after in pairwise(times)),
         flush=True,
     )
-    if verdict.wrong:
+    if verdict.wrong and not as_rounded(model, texts, tokens, verdict):
         sys.exit("\n".join(alone(engine, model, asked, tokens, verdict.wrong)))
     for what, times_each in MUST.items():
         assert COUNTED[what] > times_each * load.pages, f"too few: {what}"
