@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import triton
 from custom.dispatch import backends
 from custom.dispatch.registry import SPECS
 
-from ..portability.__main__ import ROOT, TABLE, against, paths, unknown
+from ..portability.__main__ import RESULTS, ROOT, TABLE, against, paths, unknown
 from ..portability.cases import cases
 from ..portability.gpus import GPUS, TRITONS, WHOLE
 from ..portability.offset import OFF, off
@@ -24,6 +25,13 @@ from ..portability.sass import late_constants, wrong_descriptors
 
 FITS = dict(kernel="hopper.a.b", unit="wgmma", shared=200 * 1024, tensor=0)
 PLAIN = dict(kernel="a.c", unit="mma.sync", shared=1, tensor=0)
+
+
+def test_what_is_kept_names_kernels_that_there_are():
+    """A renamed file keeps its kernels' keys, so a sample alone would seldom tell."""
+    kernels = {each["kernel"] for each in json.loads(RESULTS.read_text()).values()}
+    files = {ROOT / "cuda_ops" / f"{x.rpartition('.')[0].replace('.', '/')}.py" for x in kernels}
+    assert not [str(file) for file in files if not file.exists()]
 
 
 def case(*launches, refused=None):
