@@ -127,6 +127,20 @@ CASES = (
         ),
     ),
     Case(OP, "blocks of 1", paged([2], [40], 4, 1, 32, 1, 9, page=16, return_softmax_lse=False)),
+    Case(
+        OP,
+        "tokens without a key",
+        paged(
+            [2],
+            [300],
+            32,
+            2,
+            128,
+            128,
+            3,
+            select_num_idx=lambda x: x.ints(torch.tensor([[3, 0], [0, 3]])),
+        ),
+    ),
 )
 # in place, all heads of keys at once; else three kernels a head
 LAUNCHES = {"MiniMax-M3, two heads of keys": 3, "8 heads, pages of 256": 3, "Qwen4-Exp": 6}
