@@ -86,7 +86,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
             for panels, depth in ((8, 512), (4, 512), (4, 128), (11, 512), (10, 512))
         ),
         *(Config({"ROWS": 128, "PANELS": panels, "DEPTH": 256}) for panels in (8, 4, 11, 10)),
-        # int8: panels of 32 columns
+        # int8: panels of 32 columns; the last depth takes what the other does not divide
         *(
             Config({"ROWS": rows, "PANELS": 4, "DEPTH": depth, "WIDE": 32})
             for rows in (16, 32, 64, 128)
@@ -205,7 +205,6 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "index_cache_write.write": (Config({}),),
     "latent_cache_write.write": (Config({}),),
     "quantize_index_query.quantized": (Config({"HEAD_TILE": 32}),),
-    # the last depth of each height takes what the other does not divide
     # a core has few tokens: nothing to gain from double buffering
     "quantized_rows.latents": tuple(
         Config({"MOST": rank}, {"multibuffer": False}) for rank in (1536, 2048)

@@ -119,6 +119,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> position > 0", "the first step has no parent, and before it is -1 as well"),
     ),
     "causal_conv1d_update.value_at": (("position <= 0 (2)", _EMPTY),),
+    "chunk_gated_delta_rule.forward": (_KIND,),
     "chunk_gated_delta_rule.outputs": _LENGTH,
     "chunk_gated_delta_rule.products": _LENGTH,
     "chunk_gated_delta_rule.triangles": (
