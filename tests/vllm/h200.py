@@ -41,7 +41,7 @@ if DEVICE == "cpu":
     COUNTS, REQUESTS, NEW, CONTEXT = (1, 4), 4, 16, 512
 MEMORY = "/dev/shm"  # for checkpoints of 10 GB
 LIMIT = int(os.environ.get("LIMIT", 190))  # seconds of a part
-RUNS = 4  # of each number of requests, the best counts
+RUNS = int(os.environ.get("RUNS", 4))  # of each number of requests, the best counts
 TOGETHER = 6  # engines at a time
 BATCH, PAD = 16, 64  # texts that are judged together, and what their length is a multiple of
 ASKED: list[str] = []  # the requests of this process
