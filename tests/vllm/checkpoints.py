@@ -332,8 +332,17 @@ DRAFTS_OF: dict[str, Callable[[Weights], Weights]] = {
 }
 
 
-def add_drafts(file: Path, of: Callable[[Weights], Weights]) -> None:
+def foretell(model: Any, name: str) -> None:
+    """Embeddings by which a layer for drafts says nearly what the model will."""
+    embedded = model.model.embed_tokens.weight.data
+    # as the drafts' norm leaves it; of Qwen more, so that the other layers decide less
+    embedded /= embedded.square().mean(-1, keepdim=True).sqrt()
+    embedded *= 1 if name.startswith("deepseek_v32") else EMBEDDED
+
+
+def add_drafts(file: Path, name: str) -> None:
     weights = load_file(file)
+    (of,) = (of for start, of in DRAFTS_OF.items() if name.startswith(start))
     more = of(weights)
     save_file(weights | {name: each.clone() for name, each in more.items()}, file, {"format": "pt"})
 
@@ -505,10 +514,7 @@ def make(folder: Path, name: str) -> Any:
             torch.nn.init.normal_(weight, std=0.2)
     drafts = sizes.get("num_nextn_predict_layers", 0) > 0
     if drafts:
-        embedded = model.model.embed_tokens.weight.data
-        # as the drafts' norm leaves it; of Qwen more, so that the other layers decide less
-        embedded /= embedded.square().mean(-1, keepdim=True).sqrt()
-        embedded *= 1 if name.startswith("deepseek_v32") else EMBEDDED
+        foretell(model, name)
     if name.endswith("_fp8"):
         quantize(model)
     model.generation_config.eos_token_id = None
@@ -517,8 +523,7 @@ def make(folder: Path, name: str) -> Any:
         if name.startswith(start):
             name_as_released(folder / name / "model.safetensors", names)
     if drafts:
-        (of,) = (of for start, of in DRAFTS_OF.items() if name.startswith(start))
-        add_drafts(folder / name / "model.safetensors", of)
+        add_drafts(folder / name / "model.safetensors", name)
     if name.startswith("deepseek_v4"):
         configure_as_released(folder / name / "config.json")
     if name.endswith("_fp8"):

@@ -54,3 +54,19 @@ for _schema, _function in (
 ):
     _library.define(_schema)
     _library.impl(_schema.split("(")[0], _function, "CompositeExplicitAutograd")
+
+# what vLLM's compiler passes name when they are imported, and nothing here calls
+for _name in (
+    "dynamic_per_token_scaled_fp8_quant",
+    "dynamic_scaled_fp8_quant",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_static_fp8_quant",
+    "fused_qk_norm_rope",
+    "rms_norm_dynamic_per_token_quant",
+    "rms_norm_static_fp8_quant",
+    "rotary_embedding",
+    "silu_and_mul_per_block_quant",
+    "silu_and_mul_quant",
+    "static_scaled_fp8_quant",
+):
+    _library.define(f"{_name}(...) -> ...")

@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
+from vllm.model_executor.models.qwen3_next import QwenNextMixtureOfExperts
 from vllm.v1.worker import gpu_worker
 
 # imports all models for kernels that these do not have
 gpu_worker.kernel_warmup = lambda worker: None
 # a check for experts
-Qwen3NextForCausalLM.set_moe_parameters = lambda self: None
+QwenNextMixtureOfExperts.set_moe_parameters = lambda self: None
 
 
 class Extension:

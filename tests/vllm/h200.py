@@ -14,7 +14,8 @@ A profile of each part says where a step's time goes, on the GPU and on the host
 No compiled extension of vLLM is needed: a wheel without its .so files, with tests/vllm/extension.py
 as `vllm/_C_stable_libtorch.py` and empty `vllm/vllm_flash_attn/_vllm_fa{2,3}_C.py`, will do.
 Engines start side by side; once all have, they are timed in turns, and judged after that.  Parts
-`-two` take two cards.
+`-two` take two cards.  Parts `-drafts` have a layer that says nearly what the model will, so that
+both of two drafts are taken, and fewer; parts `-sleep` need vLLM's `cumem_allocator.abi3.so` too.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from . import checkpoints, serve
 
 DEVICE = os.environ.get("DEVICE", "cuda")  # "cpu": the script itself, on tiny models
 COUNTS, REQUESTS, NEW, CONTEXT = (1, 16, 64), 16, 128, 8192
@@ -62,6 +66,9 @@ class Part(NamedTuple):
     ours: bool = True
     options: dict[str, Any] = {}  # noqa: RUF012
     roundings: float = ROUNDINGS
+    narrow: dict[str, Any] = {}  # noqa: RUF012  changes of the model
+    drafts: str = ""  # of DRAFTS_OF in checkpoints.py
+    sleeps: bool = False
 
 
 # what needs no compiled extension of vLLM
@@ -73,6 +80,10 @@ TRITON: dict[str, Any] = dict(
     attention_backend="TRITON_ATTN", additional_config={"gdn_prefill_backend": "triton"}
 )
 WHOLE = "FULL_DECODE_ONLY"
+DRAFTED = 2
+DRAFTS: dict[str, Any] = dict(speculative_config=dict(method="mtp", num_speculative_tokens=DRAFTED))
+NARROW: dict[str, Any] = dict(num_hidden_layers=4, hidden_size=2048, intermediate_size=4096)
+SLEEP: dict[str, Any] = dict(enable_sleep_mode=True)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -101,6 +112,23 @@ PARTS = {
     "deepseek-two": Part("DeepSeek-V3.2", WHOLE, options=dict(tensor_parallel_size=2)),
     "qwen3.5": Part("Qwen3.5", WHOLE, options=TRITON),
     "qwen3.5-vllm": Part("Qwen3.5", WHOLE, ours=False, options=TRITON),
+    "glm-5": Part("GLM-5", WHOLE),
+    "deepseek-drafts": Part(
+        "DeepSeek-V3.2",
+        WHOLE,
+        options=dict(speculative_config=DRAFTS),
+        narrow=dict(num_hidden_layers=1, first_k_dense_replace=2, num_nextn_predict_layers=1),
+        drafts="deepseek_v32",
+    ),
+    "next-drafts": Part(
+        "Qwen3-Next",
+        WHOLE,
+        options=dict(TRITON, speculative_config=DRAFTS | dict(attention_backend="TRITON_ATTN")),
+        narrow=dict(num_hidden_layers=4, num_nextn_predict_layers=1),
+        drafts="qwen",
+    ),
+    "deepseek-sleep": Part("DeepSeek-V3.2", WHOLE, options=SLEEP, narrow=NARROW, sleeps=True),
+    "next-sleep": Part("Qwen3-Next", WHOLE, options=TRITON | SLEEP, narrow=NARROW, sleeps=True),
 }
 
 
@@ -294,12 +322,14 @@ def turn(root: Path) -> Iterator[None]:
         yield
 
 
-def save(model: Any, folder: Path) -> None:
+def save(model: Any, folder: Path, drafts: str) -> None:
     """Once for all parts that have it: the weights are the same."""
     with Path(f"{folder}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, max_shard_size="100GB")
+            if drafts:
+                checkpoints.add_drafts(folder / "model.safetensors", drafts)
 
 
 def start(part: Part, model: Any, folder: Path) -> Any:
@@ -311,12 +341,13 @@ def start(part: Part, model: Any, folder: Path) -> Any:
     if any(getattr(config, "indexer_types", None) or []):
         config.index_topk_pattern = "".join(each[0].upper() for each in config.indexer_types)
         config.indexer_rope_interleave = True
-    save(model, folder)
+    save(model, folder, part.drafts)
     # the gated norm is a Triton kernel, the others' are compiled extensions
     compilation: dict[str, Any] = {"custom_ops": ["none", "+rms_norm_gated"]}
     if part.graph is not None:
         compilation["cudagraph_mode"] = part.graph
-        compilation["cudagraph_capture_sizes"] = list(COUNTS)
+        tokens = DRAFTED + 1 if part.drafts else 1
+        compilation["cudagraph_capture_sizes"] = [tokens * count for count in COUNTS]
     if part.graph == WHOLE:
         compilation["mode"] = 0  # no torch.compile, which wants vLLM's own version of torch
     options: dict[str, Any] = dict(
@@ -346,9 +377,12 @@ def run(name: str, root: Path, told: Path | None) -> Iterator[dict[str, Any]]:
     from custom.bench.models import MODELS
 
     (made,) = [each for each in MODELS if each.name == part.model]
-    model = made.make(torch.device(DEVICE))
+    model = replace(made, changes=made.changes | part.narrow).make(torch.device(DEVICE))
+    if part.drafts:
+        checkpoints.foretell(model, part.drafts)
+        serve.watch()
     begun = time.perf_counter()
-    engine = start(part, model, root / part.model.split()[0])
+    engine = start(part, model, root / (name if part.narrow else part.model.split()[0]))
     sized = model.config.vocab_size
     for count in COUNTS:
         generate(engine, prompts(sized, count=count), 4)  # compiles
@@ -369,10 +403,29 @@ def run(name: str, root: Path, told: Path | None) -> Iterator[dict[str, Any]]:
     texts = prompts(sized, 5)
     rounds = 2 if part.options.get("enable_prefix_caching") else 1  # then behind its own prefixes
     outputs = [each for _ in range(rounds) for each in generate(engine, texts, NEW)]
+    if part.sleeps:
+        known["slept"] = [each == outputs for each in asleep(engine, texts)]
+    if part.drafts:
+        known["drafts"] = [serve.DRAFTS[taken] for taken in range(DRAFTED + 1)]
     del engine
     gc.collect()
     verdict = judge(model, texts * rounds, outputs, part.roundings)
     yield dict(known, **verdict._asdict(), of=sum(map(len, outputs)))
+
+
+def asleep(engine: Any, texts: list[list[int]]) -> Iterator[list[list[int]]]:
+    """What it answers after a sleep that keeps the weights, and after one that loses them."""
+    import torch
+
+    for level in (1, 2):
+        free = torch.cuda.mem_get_info()[0]
+        engine.sleep(level=level)
+        assert torch.cuda.mem_get_info()[0] > free + CACHE, "the caches were not freed"
+        engine.wake_up(tags=["weights"])
+        if level == 2:
+            engine.collective_rpc("reload_weights")
+        engine.wake_up(tags=["kv_cache"])
+        yield generate(engine, texts, NEW)
 
 
 def answer(name: str, root: Path, told: Path | None) -> tuple[dict[str, Any], str]:
@@ -399,7 +452,8 @@ def answer(name: str, root: Path, told: Path | None) -> tuple[dict[str, Any], st
 def report(name: str, root: Path, told: Path | None) -> tuple[dict[str, Any], bool]:
     """What was found out, and whether it is right."""
     x, said = answer(name, root, told)
-    judged = "wrong" in x
+    *fewer, both = x.get("drafts", [1, 1])
+    judged = "wrong" in x and all(x.get("slept", [])) and sum(fewer) > 0 < both
     verdict = f"{x['same']} of {x['of']} | {x['worst']:.2f}" if judged else "- | failed"
     for count, (prefill, decode) in zip(COUNTS, x.get("times", []), strict=False):
         print(
@@ -410,7 +464,8 @@ def report(name: str, root: Path, told: Path | None) -> tuple[dict[str, Any], bo
         for number, count, first in x.get("wrong", [])
     ]
     tail = [] if judged else [f"{name} failed:", *said.strip().splitlines()[-25:]]
-    for line in [*far, *tail]:
+    more = [f"{name}: {what}: {x[what]}" for what in ("drafts", "slept") if what in x]
+    for line in [*more, *far, *tail]:
         print(line)
     sys.stdout.flush()
     return x, judged and not far
