@@ -112,6 +112,10 @@ def _indexers() -> Iterator[Limit]:
     given |= dict(key=_t(1, MOST - 1, 1, 64), cmp_ratio=128)
     told = "cmp_ratio=128 tokens each"
     yield Limit("lightning_indexer", given, dict(key=_t(1, MOST, 1, 64)), told)
+    # 2**31 tokens are one too many
+    few = given | dict(key=_t(1, 1, 1, 64), cmp_ratio=(2**31 + 1) // 3)
+    told = f"cmp_ratio={(2**31 + 1) // 3} tokens each"
+    yield Limit("lightning_indexer", few, dict(key=_t(1, 2, 1, 64)), told)
     one = dict(query=query, key=_apart(1, 1032), block_table=_t(1, 1), cmp_ratio=1)
     yield Limit("lightning_indexer", one, dict(key=_apart(2, 1032)), "pages 1032 apart")
 
