@@ -168,6 +168,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_kda.factors": (
         ("tl.max(strong, 0) >= 0", "where no channel goes far, what is added has a weight of 0"),
         ("propagate_nan=ALL) <= -REACH", "at the limit either anchors are right"),
+        ("on_q, on_k, 0, KEY)", "both begin as zeros"),
     ),
     "chunk_kda.fill": (("x.bounds, x.finer, x.solved, ", _SUMMED),),
     "chunk_kda_grad.inputs": (
@@ -384,7 +385,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("request <= requests", "a token behind all requests is behind the last one's as well"),
     ),
     "rows._latent_rows": (("_summed(d, at, ", _ADDRESS),),
-    "rows._summed_pair": (("_summed(h, x, ", _ADDRESS),),
     "rows.rotated": (("-> rows * tiles", _CORE),),
     "sharedkv_prolog_pto._turn_heads": (("-> (rows * tiles + each - 1)", _CORE),),
     "sharedkv_prolog_pto._window_rows": (("_summed(p, at, ", _ADDRESS),),
@@ -434,7 +434,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("h <= heads (2)", _ABSENT_HEAD),
         ("start <= tl.load(last", "a tile more, which nobody reads"),
     ),
-    "two_passes.weighing": (("'HEAD_TILE', heads), rotary, size)", _NAMED),),
+    "two_passes.weighing": (
+        ("'HEAD_TILE', heads), rotary, size)", _NAMED),
+        ("['KEY_TILE'], rotary, size)", _SUMMED),
+    ),
 }
 
 
