@@ -78,6 +78,8 @@ _ABSENT_HEAD = "what a head that is not there has loaded is not used"
 _WRITTEN_NEXT = "what lies there without one is written next"
 _ROOM = "rooms of one size, and each is used as what it is called"
 _EMPTY = "at 0 nothing is copied"
+_TURNS = "which of the two rows a round begins with is all the same"
+_NO_CROSSES = "crosses of pairs are not asked for: both stand for nothing"
 _SAME_ROW = "a column is stored where it was read"
 _TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
 _ZEROS = "rows behind the products are zeros: the sum of squares comes after, the rest is not read"
@@ -87,6 +89,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "block_indexer.forward": (
         ("_step(block, page)", "what divides both is the same whichever comes first"),
     ),
+    "block_indexer.scores": (("z >= _LOWEST", "the lowest score stays itself"),),
     "blocks_in_place.accumulate": (
         ("total >= 0 (2)", "a row without a key takes the other branch"),
     ),
@@ -130,7 +133,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         _KIND,
         ("-> space(key_size, value_size", _NUMBERS),
     ),
-    "chunk_gated_delta_rule.outputs": _LENGTH,
+    "chunk_gated_delta_rule.outputs": (
+        *_LENGTH,
+        ("-> tl.load(of_far)", "rows of a second chunk that is not there are not stored"),
+    ),
     "chunk_gated_delta_rule.products": _LENGTH,
     "chunk_gated_delta_rule.triangles": (
         *_LENGTH,
@@ -146,7 +152,8 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> space(2, value_size, CHUNK.value)", _NUMBERS),
         ("-> space(value_size, CHUNK.value)", _NUMBERS),
         ("-> space(key_size, value_size)", _NUMBERS),
-        ("k, qk, kk, kk, qk, ", "crosses of pairs are not asked for: both stand for nothing"),
+        ("k, qk, kk, kk, qk, ", _NO_CROSSES),
+        ("lengths, qk, kk, kk, qk, ", _NO_CROSSES),
         _KIND,
     ),
     "chunk_gated_delta_rule_grad.places": _LENGTH,
@@ -154,11 +161,14 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_gated_delta_rule_grad.walk_states": _LENGTH,
     "chunk_kda.forward": (
         _KIND,
-        ("state, *here, goes, came, ", "which of the two rows a round begins with is all the same"),
+        ("state, *here, goes, came, ", _TURNS),
     ),
     "chunk_kda.laid_out": (
         ("-> space(key_size, CHUNK.value", _NUMBERS),
+        ("-> space(ROWS.value, CHUNK.value", _NUMBERS),
         ("seen, finer, solved, ", _SUMMED),
+        ("near_seen, near_alike, total, ", _ROOM),
+        ("near_seen, units, total, ", _ROOM),
         ("alike, solved, seen, ", _ROOM),
         ("lower, keys, queries, ", _ROOM),
         ("queries, left, keys, ", _ROOM),
@@ -170,11 +180,14 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("propagate_nan=ALL) <= -REACH", "at the limit either anchors are right"),
         ("on_q, on_k, 0, KEY)", "both begin as zeros"),
     ),
+    "chunk_kda.crosses": (("_place(pair, of.most, head, ", _TIMES),),
+    "chunk_kda.walk": (("since, most, head, value_heads, False)", _TIMES),),
     "chunk_kda.fill": (("x.bounds, x.finer, x.solved, ", _SUMMED),),
     "chunk_kda_grad.inputs": (
         ("i <= count (3)", "the rate of a token that is not there is not stored"),
     ),
     "chunk_kda_grad.backward": (
+        ("*here, goes, came, value_heads", _TURNS),
         ("at_once * group > _FEWEST", "rounds of heads and rounds of chunks make the same"),
         ("most <= count", "where all is one round the states are copied for nothing"),
         _KIND,
@@ -324,6 +337,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "lightning_indexer.sampled": (("v >= highest", "of two equal scores either is the highest"),),
     "lightning_indexer.scores": (
+        ("RATIO >= 1", "by 1 nothing is divided"),
         ("score >= _LOWEST", "the lowest score stays itself"),
         ("left >= 0", "scores of a group without a token, which nobody reads"),
         ("HEADS >= HEAD_TILE", "the same queries, loaded again for every tile of keys"),
@@ -384,6 +398,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "ragged.visible": (
         ("request <= requests", "a token behind all requests is behind the last one's as well"),
     ),
+    "rows.finish": (("first + rows -> rows", _CORE),),
     "rows._latent_rows": (("_summed(d, at, ", _ADDRESS),),
     "rows.rotated": (("-> rows * tiles", _CORE),),
     "sharedkv_prolog_pto._turn_heads": (("-> (rows * tiles + each - 1)", _CORE),),
