@@ -32,7 +32,6 @@ from ...dispatch.ops.attention.fused_infer_attention_score_v2 import (
     pages_of,
     shapes,
     sizes,
-    with_heads,
 )
 from ..common import cores, entry, ragged, tiling, tune, tuples, two_passes
 from ..common.lengths import within
@@ -521,9 +520,9 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     reach = columns * key.shape[1]
     if out.numel() * requests * reach * key.numel() == 0:
         return out.zero_(), _returned(lse.fill_(-torch.inf), x, lse_shape)
-    q = qr = with_heads(x["query"], layout, heads).reshape(rows, heads, rank)
+    q = qr = x["query"].reshape(rows, heads, rank)
     if x["query_rope"] is not None and x["key_rope"] is not None and rope:
-        qr = with_heads(x["query_rope"], layout, heads).reshape(rows, heads, rope)
+        qr = x["query_rope"].reshape(rows, heads, rope)
         kr = pages_of(x["key_rope"])
 
     each = _each(x)

@@ -126,19 +126,37 @@ def _attentions() -> Iterator[Choice]:
     wanted = dict(Q_TILE=128)
     yield Choice("fused_attention", "forward", given, "attend", wanted)
 
-    # 24 pages of 128 keys go to all cores; several tokens of 16 heads share them
+    # 8 heads of 128, of keys in place and laid out
+    key = _t(2, 128, 1, 128)
+    given = dict(query=_t(1, 8, 128), key=key, value=key, select_idx=_whole(1, 1, 1))
+    given |= dict(block_table=_whole(1, 2), scale_value=1.0)
+    given |= dict(actual_seq_lengths=_whole(1), actual_seq_lengths_kv=_whole(1))
+    for block in (128, 4):
+        of_blocks = given | dict(block_size=block)
+        yield Choice("sparse_attention_score", "forward", of_blocks, "weigh", dict(HEAD_TILE=8))
+
+    # 24 pages of 128 keys go to all cores; several tokens of 16 heads share them, and have masks
     key = _t(8, 128, 1, 512)
     given = dict(key=key, value=key, block_table=_whole(1, 24), actual_seq_kvlen=_whole(1))
     given |= dict(num_query_heads=16, num_key_value_heads=1, softmax_scale=1.0, sparse_mode=3)
     given |= dict(input_layout="BSND", pre_tokens=0, return_softmax_lse=False)
     for tokens, kernel, wanted in (
-        (1, "weigh", dict(ROW_TILE=16, KEY_TILE=64, programs=24)),
-        (1, "accumulate", dict(ROW_TILE=16, KEY_TILE=128, programs=24)),
-        (2, "weigh", dict(ROW_TILE=32, KEY_TILE=64, programs=24)),
+        (1, "weigh", dict(ROW_TILE=16, KEY_TILE=64, MASK=0, programs=24)),
+        (1, "accumulate", dict(ROW_TILE=16, KEY_TILE=128, MASK=0, programs=24)),
+        (2, "weigh", dict(ROW_TILE=32, KEY_TILE=64, MASK=1, programs=24)),
         (9, "weigh", dict(ROW_TILE=128, KEY_TILE=32, programs=24)),
     ):
         filling = given | dict(query=_t(1, tokens, 16, 512))
         yield Choice("fused_infer_attention_score_v2", "forward", filling, kernel, wanted)
+    # a page of 64 is half of a tile of 128 keys
+    small = given | dict(query=_t(1, 1, 16, 512), key=_t(8, 64, 1, 512))
+    wanted = dict(KEY_TILE=64)
+    yield Choice("fused_infer_attention_score_v2", "forward", small, "accumulate", wanted)
+    # the keys of 4 requests in one part each: nothing is merged
+    requests = dict(query=_t(4, 1, 64, 512), block_table=_whole(4, 3), num_query_heads=64)
+    filling = given | requests | dict(actual_seq_kvlen=_whole(4))
+    wanted = dict(ROW_TILE=32, PIECES=2, programs=16)
+    yield Choice("fused_infer_attention_score_v2", "forward", filling, "accumulate", wanted)
 
     query, key, rope = _t(1, 1, 16, 512), _t(1, 64, 1, 512), _t(1, 1, 16, 64)
     given = dict(query=query, key=key, query_rope=rope, key_rope=_t(1, 64, 1, 64))
@@ -151,6 +169,10 @@ def _attentions() -> Iterator[Choice]:
         few = given | forward | dict(query=_t(1, tokens, 16, 512), query_rope=_t(1, tokens, 16, 64))
         few |= dict(sparse_indices=_whole(1, tokens, 1, keys))
         yield Choice("sparse_flash_attention", "forward", few, kernel, dict(HEAD_TILE=16))
+    # more heads than a tile: a core has two of them
+    query, rope = _t(1, 4, 130, 512), _t(1, 4, 130, 64)
+    many = given | forward | dict(query=query, query_rope=rope, sparse_indices=_whole(1, 4, 1, 512))
+    yield Choice("sparse_flash_attention", "forward", many, "weigh", dict(HEAD_TILE=128))
     # an index of a block of one is a position: nothing to divide
     plain = dict(BLOCKS=False)
     yield Choice("sparse_flash_attention", "forward", given | forward, "collect", plain)
@@ -187,7 +209,7 @@ def _deepseek_v4() -> Iterator[Choice]:
 
 def _chunks() -> Iterator[Choice]:
     """Chunks and a token, more tokens than each has bytes, which fit one round."""
-    x = _t(19 * 64 + 1, 1, 16)
+    x = _t(25 * 64 + 1, 1, 16)
     given = dict(query=x, key=x, value=x)
     yield Choice("chunk_gated_delta_rule", "forward", given, "products", dict(programs=24))
 

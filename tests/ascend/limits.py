@@ -112,6 +112,10 @@ def _indexers() -> Iterator[Limit]:
     given |= dict(key=_t(1, MOST - 1, 1, 64), cmp_ratio=128)
     told = "cmp_ratio=128 tokens each"
     yield Limit("lightning_indexer", given, dict(key=_t(1, MOST, 1, 64)), told)
+    # 2**31 tokens are one too many
+    few = given | dict(key=_t(1, 1, 1, 64), cmp_ratio=(2**31 + 1) // 3)
+    told = f"cmp_ratio={(2**31 + 1) // 3} tokens each"
+    yield Limit("lightning_indexer", few, dict(key=_t(1, 2, 1, 64)), told)
     one = dict(query=query, key=_apart(1, 1032), block_table=_t(1, 1), cmp_ratio=1)
     yield Limit("lightning_indexer", one, dict(key=_apart(2, 1032)), "pages 1032 apart")
 
@@ -193,6 +197,9 @@ def _attentions() -> Iterator[Limit]:
     yield Limit(file, given, dict(block_table=_t(1, MOST // 128 + 1)), far)
     yield Limit(file, given, dict(top_k=MOST // 4 + 1), far)
     yield Limit(file, given, dict(query=_t(1, 4, 48)), "a head size of 48")
+    most, more = (_t(pages, 1, 2, 64) for pages in (MOST, MOST + 1))
+    many = given | dict(key=most, value=most, block_table=_t(1, 1))
+    yield Limit(file, many, dict(key=more, value=more), "knows 16777216 apart")
     planes = _t(4, 128, 2, 64).as_strided((2, 128, 2, 64), (2 * 128 * 128, 128, 64, 1))
     yield Limit(file, given, dict(value=planes), "different strides in rows")
 

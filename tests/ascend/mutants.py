@@ -23,15 +23,19 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
+from custom.dispatch import backends, register
 from custom.dispatch.common import memory as launcher_memory
 from custom.dispatch.registry import BY_NAME
 from custom.npu_ops.common import tiling
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..mutate.changes import Planted, difference, shifted
 from ..support import places, verdict_file
@@ -74,12 +78,18 @@ _ABSENT_HEAD = "what a head that is not there has loaded is not used"
 _WRITTEN_NEXT = "what lies there without one is written next"
 _ROOM = "rooms of one size, and each is used as what it is called"
 _EMPTY = "at 0 nothing is copied"
+_TURNS = "which of the two rows a round begins with is all the same"
+_NO_CROSSES = "crosses of pairs are not asked for: both stand for nothing"
 _SAME_ROW = "a column is stored where it was read"
 _TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
 _ZEROS = "rows behind the products are zeros: the sum of squares comes after, the rest is not read"
 # by function, words of a mutant's title ($ is its end): why it changes no result
 _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "before_attention.launch": (("prolog.index_size, prolog.size)", _NAMED),),
+    "block_indexer.forward": (
+        ("_step(block, page)", "what divides both is the same whichever comes first"),
+    ),
+    "block_indexer.scores": (("z >= _LOWEST", "the lowest score stays itself"),),
     "blocks_in_place.accumulate": (
         ("total >= 0 (2)", "a row without a key takes the other branch"),
     ),
@@ -119,8 +129,14 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> position > 0", "the first step has no parent, and before it is -1 as well"),
     ),
     "causal_conv1d_update.value_at": (("position <= 0 (2)", _EMPTY),),
-    "chunk_gated_delta_rule.forward": (_KIND,),
-    "chunk_gated_delta_rule.outputs": _LENGTH,
+    "chunk_gated_delta_rule.forward": (
+        _KIND,
+        ("-> space(key_size, value_size", _NUMBERS),
+    ),
+    "chunk_gated_delta_rule.outputs": (
+        *_LENGTH,
+        ("-> tl.load(of_far)", "rows of a second chunk that is not there are not stored"),
+    ),
     "chunk_gated_delta_rule.products": _LENGTH,
     "chunk_gated_delta_rule.triangles": (
         *_LENGTH,
@@ -136,18 +152,23 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> space(2, value_size, CHUNK.value)", _NUMBERS),
         ("-> space(value_size, CHUNK.value)", _NUMBERS),
         ("-> space(key_size, value_size)", _NUMBERS),
-        ("k, qk, kk, kk, qk, ", "crosses of pairs are not asked for: both stand for nothing"),
+        ("k, qk, kk, kk, qk, ", _NO_CROSSES),
+        ("lengths, qk, kk, kk, qk, ", _NO_CROSSES),
         _KIND,
     ),
     "chunk_gated_delta_rule_grad.places": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_grads": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_states": _LENGTH,
     "chunk_kda.forward": (
-        ("state, *here, goes, came, ", "which of the two rows a round begins with is all the same"),
+        _KIND,
+        ("state, *here, goes, came, ", _TURNS),
     ),
     "chunk_kda.laid_out": (
         ("-> space(key_size, CHUNK.value", _NUMBERS),
+        ("-> space(ROWS.value, CHUNK.value", _NUMBERS),
         ("seen, finer, solved, ", _SUMMED),
+        ("near_seen, near_alike, total, ", _ROOM),
+        ("near_seen, units, total, ", _ROOM),
         ("alike, solved, seen, ", _ROOM),
         ("lower, keys, queries, ", _ROOM),
         ("queries, left, keys, ", _ROOM),
@@ -157,12 +178,16 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_kda.factors": (
         ("tl.max(strong, 0) >= 0", "where no channel goes far, what is added has a weight of 0"),
         ("propagate_nan=ALL) <= -REACH", "at the limit either anchors are right"),
+        ("on_q, on_k, 0, KEY)", "both begin as zeros"),
     ),
+    "chunk_kda.crosses": (("_place(pair, of.most, head, ", _TIMES),),
+    "chunk_kda.walk": (("since, most, head, value_heads, False)", _TIMES),),
     "chunk_kda.fill": (("x.bounds, x.finer, x.solved, ", _SUMMED),),
     "chunk_kda_grad.inputs": (
         ("i <= count (3)", "the rate of a token that is not there is not stored"),
     ),
     "chunk_kda_grad.backward": (
+        ("*here, goes, came, value_heads", _TURNS),
         ("at_once * group > _FEWEST", "rounds of heads and rounds of chunks make the same"),
         ("most <= count", "where all is one round the states are copied for nothing"),
         _KIND,
@@ -178,6 +203,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "compressor.keep": (
         ("-> request <= requests$", "a token behind all requests is behind the last one's as well"),
         ("-> request <= requests (2)", "as many tokens each: there is no token behind them"),
+    ),
+    "compressor.normalise": (
+        ("d <= SIZE", "a tile is a row: nothing of it is masked"),
+        ("_added(at, product, ", _ADDRESS),
     ),
     "compressor.pool": (
         ("base + begin -> base", "a window before the first position has no history"),
@@ -220,6 +249,22 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "fused_causal_conv1d.forward": (
         ("outputs(x, bias, weight, None, ", "without a sequence or a channel neither is used"),
     ),
+    "fused_infer_attention_score_v2._weighing": (
+        ("rows), rotary, size)", _NAMED),
+        ("['KEY_TILE'], rotary, size)", _SUMMED),
+    ),
+    "fused_infer_attention_score_v2.accumulate": (
+        ("total >= 0 (2)", "the logarithm of a sum of 0 is not taken"),
+    ),
+    "fused_infer_attention_score_v2.forward": (
+        ("each >= 1$", "a copy of the same queries"),
+        ("each >= 1 (4)", "the result is copied to itself"),
+        ("heads, rope, rank)", "only their sum counts, and both name what is refused"),
+    ),
+    "fused_infer_attention_score_v2.runs_of": (
+        ("limit >= begin", "a group that sees no key has a run of none"),
+    ),
+    "fused_infer_attention_score_v2.unsupported": (("rope, rank)", _SUMMED),),
     "fused_sigmoid_gating_delta_rule_update._parent": (
         ("parent <= t", "a step that names itself finds none before it, and begins anew"),
     ),
@@ -255,6 +300,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "lightning_indexer.scores_of": (("RATIO >= 1", "by 1 nothing is divided"),),
     "lightning_indexer.tail": (
         ("one <= more", _WRITTEN_NEXT),
+        ("tl.int32) + last)", _WRITTEN_NEXT),
         ("p <= there$", _WRITTEN_NEXT),
         ("p <= there (3)", _WRITTEN_NEXT),
     ),
@@ -263,7 +309,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("high >= low", "a request without a token of this launch adds zeros"),
     ),
     "lightning_indexer._candidates": (("2 * room < reach", _WHOLE),),
-    "lightning_indexer._tiles": (("query.dtype, size)", _NAMED),),
+    "lightning_indexer._tiles": (
+        ("query.dtype, size)", _NAMED),
+        ("page <= config", "a tile as long as a page divides it already"),
+    ),
     "lightning_indexer.collect": (
         ("requests, reach, tokens", _WHOLE),
         ("n >= tl.maximum(room, ", _WHOLE),
@@ -277,6 +326,9 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("key <= high", "the bracket's end becomes itself"),
         ("count <= wanted", "the search is over"),
     ),
+    "lightning_indexer.out_of_reach": (
+        ("cmp_ratio >= 1", "tokens of a key each are as many, and keys are counted before"),
+    ),
     "lightning_indexer.request_at": (
         ("groups_of(rows, tokens", _LESSER),
         ("tokens, Q_LENGTHS, Q_TND)", "packed requests have lengths: both are true"),
@@ -285,6 +337,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "lightning_indexer.sampled": (("v >= highest", "of two equal scores either is the highest"),),
     "lightning_indexer.scores": (
+        ("RATIO >= 1", "by 1 nothing is divided"),
         ("score >= _LOWEST", "the lowest score stays itself"),
         ("left >= 0", "scores of a group without a token, which nobody reads"),
         ("HEADS >= HEAD_TILE", "the same queries, loaded again for every tile of keys"),
@@ -345,8 +398,8 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "ragged.visible": (
         ("request <= requests", "a token behind all requests is behind the last one's as well"),
     ),
+    "rows.finish": (("first + rows -> rows", _CORE),),
     "rows._latent_rows": (("_summed(d, at, ", _ADDRESS),),
-    "rows._summed_pair": (("_summed(h, x, ", _ADDRESS),),
     "rows.rotated": (("-> rows * tiles", _CORE),),
     "sharedkv_prolog_pto._turn_heads": (("-> (rows * tiles + each - 1)", _CORE),),
     "sharedkv_prolog_pto._window_rows": (("_summed(p, at, ", _ADDRESS),),
@@ -355,7 +408,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("_turn_heads(to_index, index, ", "both are one tensor"),
     ),
     "sparse_attention_score._attended": (
-        ("weighing(_OP, size, heads)", _TILES),
         ("-> block >= 1", "a block of one key is a block as well"),
     ),
     "sparse_attn_sharedkv.accumulate": (
@@ -368,6 +420,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("at <= PIECE", "the entry behind the piece is found again, as the next one's first"),
     ),
     "sparse_flash_attention.attended": (("heads, ROTARY, size)", _NAMED),),
+    "sparse_flash_attention.few_tokens": (("heads, rotary, size)", _NAMED),),
     "sparse_flash_attention.gather": _PIECE,
     "sparse_flash_attention.collect": (("i <= (end + C.SPAN", _COPIED),),
     "sparse_flash_attention.resolve": (
@@ -396,7 +449,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("h <= heads (2)", _ABSENT_HEAD),
         ("start <= tl.load(last", "a tile more, which nobody reads"),
     ),
-    "two_passes.weighing": (("'HEAD_TILE', heads), rotary, size)", _NAMED),),
+    "two_passes.weighing": (
+        ("'HEAD_TILE', heads), rotary, size)", _NAMED),
+        ("['KEY_TILE'], rotary, size)", _SUMMED),
+    ),
 }
 
 
@@ -578,10 +634,56 @@ def _bytes(tensor: Tensor) -> bytes:
     return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
+class _Asked(TorchDispatchMode):
+    """What a launcher asks of PyTorch, tensors by whose they are: `names`, by address, or which of
+    the results before."""
+
+    def __init__(self, names: dict[int, Any]) -> None:
+        super().__init__()
+        self.names = names
+        self.calls: list[Any] = []
+        self.made: dict[int, Tensor] = {}  # alive: no other lies where one was
+
+    def _described(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        at = value.untyped_storage().data_ptr()
+        whose = [*self.made].index(at) if at in self.made else self.names.get(at)
+        return whose, value.dtype, value.shape, value.stride(), value.storage_offset()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = tree_leaves((args, kwargs))
+        if not function.is_view:
+            self.calls.append((str(function), *map(self._described, given)))
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            at = x.untyped_storage().data_ptr() if isinstance(x, Tensor) else 0
+            if at and at not in self.names:
+                self.made.setdefault(at, x)
+        return result
+
+    @contextmanager
+    def within_calls(self) -> Iterator[None]:
+        ready = backends.Runner.ready
+
+        @contextmanager
+        def noted(runner: backends.Runner, arguments: dict[str, Any]) -> Iterator[None]:
+            with self, ready(runner, arguments):
+                yield
+
+        backends.Runner.ready = noted  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            backends.Runner.ready = ready  # type: ignore[method-assign]
+
+
 def _launched(case: Case, arguments: dict[str, Any]) -> tuple[list[tuple[Any, ...]], set[str]]:
     """What decides the result of the call, kernel by kernel, without running it: the lowered text
     and what it is called with, tensors by whose they are and where they begin; last, what is given
-    back.  And the kernels' names."""
+    back and what is asked of PyTorch.  And the kernels' names."""
     names: dict[int, Any] = {}
     found: list[tuple[Any, ...]] = []
     drawn: list[bytes] = []  # what the launcher made of its arguments by itself
@@ -607,11 +709,14 @@ def _launched(case: Case, arguments: dict[str, Any]) -> tuple[list[tuple[Any, ..
             names[value.untyped_storage().data_ptr()] = name
     recorder.execute, recorder.observe, launcher_memory.empty = False, observe, empty
     recorder.cube_cores = case.cores[0]
-    outputs = call(case, arguments)
+    asked = _Asked(names)
+    register.forget()  # of a call like an earlier one nothing is noted
+    with asked.within_calls():
+        outputs = call(case, arguments)
     recorder.execute, recorder.observe, launcher_memory.empty = True, None, memory.empty
     listed = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs or ())
     if found:
-        found.append((*map(described, listed), digest(*drawn)))
+        found.append((*map(described, listed), digest(*drawn), digest(repr(asked.calls))))
     kernels = {launch.kernel for launch in recorder.launches}
     recorder.launches = []
     return found, kernels

@@ -708,6 +708,30 @@ def test_mutants_of_a_text():
         assert sum(a != b for a, b in zip(x.text.split("\n"), TEXT.split("\n"), strict=True)) == 1
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x, y, out: out[1:].copy_((x < y)[:3]),
+        lambda x, y, out: out[:3].copy_((x <= y)[:3]),
+        lambda x, y, out: out[:3].copy_((y < x)[:3]),
+        lambda x, y, out: out[:3].copy_((x < y)[1:]),
+        lambda x, y, out: out[:3].copy_((x < 0)[:3]),
+    ],
+)
+def test_a_launcher_that_asks_pytorch_for_something_else_is_another(other):
+    def asked(launcher) -> list:
+        given = {name: torch.zeros(4) for name in ("x", "y", "out")}
+        names = {tensor.untyped_storage().data_ptr(): name for name, tensor in given.items()}
+        with mutants._Asked(names) as mode:
+            launcher(**given)
+        return mode.calls
+
+    def launcher(x, y, out):
+        out[:3].copy_((x < y)[:3])
+
+    assert asked(launcher) == asked(launcher) != asked(other)
+
+
 def test_every_launcher_has_its_files():
     assert {"sparse_attention_pto", "product", "ragged"} <= mutants.files_of(
         "npu_sparse_attention_pto"

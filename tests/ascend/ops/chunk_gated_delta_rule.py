@@ -105,6 +105,7 @@ CASES = (
     ),
     Case(OP, "256 x 256", call([70], (1, 1), (256, 256)), judge=judge),
     Case(OP, "64 tokens a round", in_rounds(1, call([70, 3], (2, 4), (16, 32))), judge=judge),
+    Case(OP, "one chunk, and no second", call([64]), judge=judge),
 )
 CONTROLS = (
     Control(

@@ -91,9 +91,10 @@ def extremes(x: Inputs) -> Arguments:
 
 
 def beyond(x: Inputs) -> Arguments:
-    """Bounds that fall, are below 0, end behind the tokens, and do not fit 32 bits."""
-    arguments = call([66, 9, 30], (1, 1))(x)
-    return arguments | dict(cu_seqlens=x.ints([-3, 66, 40, 2**32 + 5], torch.int64))
+    """Bounds that fall, are below 0, end behind the tokens, and do not fit 32 bits; from the one
+    that falls to the next is a chunk more than there is."""
+    arguments = call([66, 9, 30, 80], (1, 1))(x)
+    return arguments | dict(cu_seqlens=x.ints([-3, 66, 40, 110, 2**32 + 5], torch.int64))
 
 
 def tiny(x: Inputs) -> Arguments:

@@ -246,6 +246,19 @@ CASES = (
             actual_seq_qlen=lambda x: x["actual_seq_qlen"].copy_(torch.tensor([3, 1, -5, 5])),
         ),
     ),
+    Case(
+        OP,
+        "BSND_NBSD, 8 heads, two tokens each",
+        paged([2, 1], [60, 3], 8, 64, SMALL, layout="BSND_NBSD"),
+    ),
+    Case(OP, "20 heads, sinks, one token", paged([1], [70], 20, sizes=SMALL, sinks=20)),
+    Case(
+        OP,
+        "tables without a column",
+        with_(
+            paged([2, 1], [70, 3], 8, sizes=SMALL), block_table=lambda x: x["block_table"][:, :0]
+        ),
+    ),
 )
 # a note, a round's two passes, and what adds up the parts of the keys
 LAUNCHES = {"16 heads": 4, "several rounds": 8, "TND, 133 requests": 3}

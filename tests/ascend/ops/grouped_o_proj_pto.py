@@ -101,6 +101,8 @@ CASES = (
     case("row-major", projected(5, 1, 6, 2, ranks=40, form="nd", **SMALL)),
     case("no tokens", projected(2, 0, 6, 2, ranks=48, **SMALL)),
     case("heads of 1024", projected(2, 1, 3, 1, 1024, 128, ranks=32, hidden=32)),
+    # the last panel of the last tile is the first one behind the weight
+    case("4208 columns, 60 tokens", projected(60, 1, 1, 1, ranks=512, hidden=4208), cores=(24,)),
     case(
         "rounds of 2 tokens",
         in_rounds(2 * 708 * 2, projected(5, 1, 9, 3, ranks=44, form="nd", **SMALL)),

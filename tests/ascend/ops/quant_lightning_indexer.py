@@ -95,7 +95,10 @@ CASES = (
     ),
     quant("keys far apart, scales dense", far_apart(in_int8(paged([300, 1, 129], 2)), "key")),
     quant(
-        "4 tokens a key, 64 heads", in_int8(lightning_indexer.of_tokens(paged([300, 1, 129], 2), 4))
+        "4 tokens a key, 64 heads",
+        in_int8(
+            lightning_indexer.ended(lightning_indexer.of_tokens(paged([300, 1, 129], 2), 4)),
+        ),
     ),
     quant(
         "3 tokens a key, page 4",
