@@ -21,6 +21,8 @@ A score of -inf is absent.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -37,7 +39,9 @@ from .hopper import topk_of_short_rows as hopper_short
 __all__ = ["BLOCK", "EVERY", "MOST", "topk"]
 
 MOST = 2 * BLOCK  # the largest K, and the longest row that is selected from directly
-NARROW, FEW = 1024, 64  # a row that one warp holds, and a K of as many maxima
+NARROW, MAXIMA = 1024, 64  # a row that one warp holds, and a K of as many maxima
+FEW = tl.constexpr(MAXIMA)
+STEP = tl.constexpr(BLOCK)  # scores that a program reads at once
 MINUS_INF = tl.constexpr(-2139095041)  # ordered(-inf); the lowest that is there is one above
 
 
@@ -239,7 +243,6 @@ def _few(
     width,
     stride,
     WIDTH: tl.constexpr,
-    FEW: tl.constexpr,
     VALUES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -313,7 +316,6 @@ def _collect(
     ROOM: tl.constexpr,
     SAMPLE: tl.constexpr,
     EACH: tl.constexpr,
-    BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -325,11 +327,11 @@ def _collect(
         gdc_launch_dependents()
         gdc_wait()
     length = tl.load(lengths + row)
-    part = (length + CHUNKS * BLOCK - 1) // (CHUNKS * BLOCK) * BLOCK
+    part = (length + CHUNKS * STEP - 1) // (CHUNKS * STEP) * STEP
     lo = chunk * part
     hi = tl.minimum(lo + part, length)
     found = 0
-    if (length > 2 * BLOCK) & (lo < hi):  # shorter rows are selected from directly
+    if (length > 2 * STEP) & (lo < hi):  # shorter rows are selected from directly
         drawn = tl.arange(0, SAMPLE)
         valid = length // EACH
         step = tl.maximum((valid + SAMPLE - 1) // SAMPLE, 1)
@@ -338,13 +340,13 @@ def _collect(
         some = tl.load(sample + drawn * step, mask=drawn < valid, other=float("-inf"))
         scores += row * stride
         candidates += (row * CHUNKS + chunk) * ROOM
-        lane = tl.arange(0, BLOCK)
+        lane = tl.arange(0, STEP)
         ahead = _raw(scores, lo, lane, hi, WHOLE)
         least = _bound(some, valid, length, k)
-        for i in tl.range(lo, hi, BLOCK):
+        for i in tl.range(lo, hi, STEP):
             x = tl.where(i + lane < hi, ahead, float("-inf"))
-            if i + BLOCK < hi:
-                ahead = _raw(scores, i + BLOCK, lane, hi, WHOLE)
+            if i + STEP < hi:
+                ahead = _raw(scores, i + STEP, lane, hi, WHOLE)
             take = x >= least
             rank = ranks(take.to(tl.int32))
             to = rank + found - 1
@@ -403,56 +405,49 @@ def _select_short(scores, length, k, indices, values, BLOCK: tl.constexpr, VALUE
     return found
 
 
+class Constants(NamedTuple):
+    CHUNKS: int
+    ROOM: int
+    LONG: bool
+    VALUES: bool
+    CHAINED: bool
+
+
 @triton.jit(do_not_specialize=["k"])
-def _topk(
-    scores,
-    lengths,
-    candidates,
-    counts,
-    indices,
-    values,
-    k,
-    stride,
-    CHUNKS: tl.constexpr,
-    ROOM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LONG: tl.constexpr,
-    VALUES: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
+def _topk(scores, lengths, candidates, counts, indices, values, k, stride, C: tl.constexpr):
     """The winners of a row.  LONG: _collect ran."""
     row = tl.program_id(0).to(tl.int64)
-    if CHAINED:
+    if C.CHAINED:
         gdc_wait()
     length = tl.load(lengths + row)
     scores += row * stride
     indices += row * k
     values += row * k
-    if LONG:
-        candidates += row * CHUNKS * ROOM
-        counts += row * CHUNKS
-        EACH: tl.constexpr = BLOCK // CHUNKS
-        each = tl.load(counts + tl.arange(0, CHUNKS))
+    if C.LONG:
+        candidates += row * C.CHUNKS * C.ROOM
+        counts += row * C.CHUNKS
+        EACH: tl.constexpr = STEP // C.CHUNKS
+        each = tl.load(counts + tl.arange(0, C.CHUNKS))
         # asked for before it is known whether they are there: 9 us for a row instead of 15
-        lane = tl.arange(0, BLOCK)
-        both = tl.load(candidates + lane // EACH * ROOM + lane % EACH)
+        lane = tl.arange(0, STEP)
+        both = tl.load(candidates + lane // EACH * C.ROOM + lane % EACH)
         valid = lane % EACH < tl.load(counts + lane // EACH)
         total = tl.sum(each, 0)
         most = tl.max(each, 0)
-        if length <= 2 * BLOCK:
-            found = _select_short(scores, length, k, indices, values, BLOCK, VALUES)
+        if length <= 2 * STEP:
+            found = _select_short(scores, length, k, indices, values, STEP, C.VALUES)
         elif (total >= k) & (most <= EACH):
             key, pos = _apart(both, valid)
-            found = _select(key, pos, k, indices, values, True, VALUES)
-        elif (total >= k) & (most <= ROOM) & (total <= 2 * BLOCK):
+            found = _select(key, pos, k, indices, values, True, C.VALUES)
+        elif (total >= k) & (most <= C.ROOM) & (total <= 2 * STEP):
             found = _select_packed(
-                candidates, counts, total, k, indices, values, CHUNKS, ROOM, 2 * BLOCK, VALUES
+                candidates, counts, total, k, indices, values, C.CHUNKS, C.ROOM, 2 * STEP, C.VALUES
             )
         else:
-            found = _select_row(scores, length, k, indices, values, BLOCK, VALUES)
+            found = _select_row(scores, length, k, indices, values, STEP, C.VALUES)
     else:
-        found = _select_short(scores, length, k, indices, values, BLOCK, VALUES)
-    _pad(indices, values, found, k, 2 * BLOCK, VALUES)
+        found = _select_short(scores, length, k, indices, values, STEP, C.VALUES)
+    _pad(indices, values, found, k, 2 * STEP, C.VALUES)
 
 
 def topk(
@@ -466,7 +461,7 @@ def topk(
     """indices [rows, k], and values unless empty, of the first lengths[row] scores of each row.
     `sample`: every EVERY-th of the scores, if they are at hand."""
     (rows, width), device = scores.shape, scores.device
-    if width <= NARROW and k <= FEW:
+    if width <= NARROW and k <= MAXIMA:
         chained = gpu.has_chained_launch(device)
         launches.kernel(_few, rows)(
             scores,
@@ -477,7 +472,6 @@ def topk(
             width,
             scores.stride(0),
             WIDTH=max(16, triton.next_power_of_2(width)),
-            FEW=FEW,
             VALUES=values.numel() > 0,
             CHAINED=chained,
             num_warps=1,
@@ -513,7 +507,6 @@ def topk(
             ROOM=room,
             SAMPLE=min(most, triton.next_power_of_2(width // each)),
             EACH=each,
-            BLOCK=BLOCK,
             WHOLE=width % BLOCK == 0 and scores.stride(0) % BLOCK == 0,
             CHAINED=chained,
             num_warps=8 if rows <= 16 else 4,
@@ -528,12 +521,13 @@ def topk(
         values,
         k,
         scores.stride(0),
-        CHUNKS=chunks,
-        ROOM=room,
-        BLOCK=BLOCK,
-        LONG=long,
-        VALUES=values.numel() > 0,
-        CHAINED=chained,
+        C=Constants(
+            CHUNKS=chunks,
+            ROOM=room,
+            LONG=long,
+            VALUES=values.numel() > 0,
+            CHAINED=chained,
+        ),
         num_warps=8,
         **together,
     )

@@ -155,20 +155,8 @@ def _attend(
     else:
         ask(base, places.load(gl.SliceLayout(1, GATHER)), UNIT, left, right, GATHER)
     tiles = Tiles(queries, queries, left, right, left, places)
-    part(
-        tiles,
-        scale_log2,
-        partial,
-        partial_max,
-        partial_sum,
-        row,
-        split,
-        head,
-        HEADS,
-        SPLITS,
-        0,
-        WARPS,
-    )
+    parts = (partial, partial_max, partial_sum)
+    part(tiles, scale_log2, parts, row, split, head, HEADS, SPLITS, 0, WARPS)
 
 
 def _splits(keys: sharedkv.Keys, tile: int) -> int:
