@@ -15,8 +15,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...dispatch.common import memory
 from ..runtime import launches
-from . import gpu
-from .log2 import LN2, LOG2E
+from . import gpu, softmax
+from .log2 import LN2
 
 
 class Constants(NamedTuple):
@@ -57,12 +57,7 @@ def _combine(
     top = tl.load(partial_max + piece)
     weight = tl.load(partial_sum + piece)
     o = tl.load(partial + piece[:, None] * C.R + d[None, :], mask=(d < C.R)[None, :], other=0.0)
-    row_max = tl.max(top, 0)
-    weight = weight * tl.exp2(top - row_max)
-    row_sum = tl.sum(weight, 0)
-    total = row_sum
-    if C.HAS_SINK:
-        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - row_max)
+    weight, row_sum, total, row_max = softmax.merged(top, weight, sinks, head, C.HAS_SINK)
     o = tl.sum(o.to(tl.float32) * weight[:, None], 0)
     valid = row_sum != 0  # a NaN is there, and stays one
     o = tl.where(valid, o / tl.where(valid, total, 1.0), 0.0)
