@@ -17,15 +17,9 @@ def request_of(row, of, LAYOUT: gl.constexpr, LINE: gl.constexpr):
     if LAYOUT.Q_TND:
         r = gl.arange(0, LAYOUT.REQUESTS, layout=LINE)
         ends = rows.within(gl.load(of.seqlens_q + r, mask=r < of.requests, other=0), of.tokens)
-        before = (r < of.requests) & (ends <= row)
-        request = gl.sum(before.to(gl.int32), 0)
-        first = gl.max(gl.where(before, ends, 0), 0)
-        stop = gl.min(gl.where((r < of.requests) & (ends > row), ends, of.tokens), 0)
+        return rows.between(row, r < of.requests, ends, of)
     else:
-        request = (row // of.tokens).to(gl.int32)
-        first = request * of.tokens
-        stop = first + of.tokens
-    return request, first, stop
+        return rows.of_batch(row, of)
 
 
 @gluon.jit
