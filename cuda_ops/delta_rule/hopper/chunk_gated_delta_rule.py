@@ -33,10 +33,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ....dispatch.common import memory
 from ...common import gpu
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
+from ...common.hopper.barriers import in_turn
 from ...common.hopper.tma import aligned, at, describe, describe_matrix, describe_row
 from ...common.tiling import cdiv, power_of_two
 from ...runtime import launches
-from .chunks import CHUNK, columns_at, lengths_of, ring, tokens_of, triangles
+from .chunks import CHUNK, columns_at, lengths_of, tokens_of, triangles
 
 # H200, 2026-11, N 16, Nv 32, Dk = Dv = 128, bfloat16, 4096 tokens: of 134 us the walk takes 77, and
 # with two stages 84
@@ -271,7 +272,7 @@ def _walk(
     o = gl.allocate_shared_memory(dtype, [64, 64], TILE)
     grown_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], grown_desc.layout)
     left_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], left_desc.layout)
-    full, empty = ring(STAGES)
+    full, empty = in_turn(STAGES, 1)
     gl.warp_specialize(
         [
             (

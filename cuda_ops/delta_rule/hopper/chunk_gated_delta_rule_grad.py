@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ....dispatch.common import memory
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
+from ...common.hopper.barriers import in_turn
 from ...common.hopper.tma import aligned, at, describe, describe_matrix, describe_row, forget
 from ...runtime import launches
 from . import chunk_gated_delta_rule as forward
@@ -47,7 +48,6 @@ from .chunks import (
     fading_of,
     lengths_of,
     rate_of,
-    ring,
     tokens_of,
     triangles,
 )
@@ -471,7 +471,7 @@ def _walks(
     grown = gl.allocate_shared_memory(gl.float32, [STAGES, 64], grown_desc.layout)
     left = gl.allocate_shared_memory(gl.float32, [STAGES, 64], left_desc.layout)
     rates = gl.allocate_shared_memory(gl.float32, [STAGES, 64], rates_desc.layout)
-    full, empty = ring(STAGES)
+    full, empty = in_turn(STAGES, 1)
     shared = Walk(q, k, v, t, p, grown, left, rates, to_state, to_x, full, empty)
     gl.warp_specialize(
         [
@@ -914,7 +914,7 @@ def _inputs(
         mbarrier.init(ready, count=1)
         mbarrier.init(pair_full, count=1)
         mbarrier.init(pair_empty, count=1)
-        full, empty = ring(STAGES)
+        full, empty = in_turn(STAGES, 1)
         shared = Inputs(
             q, k, o, n, r, z, m, states, grads, ready, full, empty, pair_full, pair_empty
         )

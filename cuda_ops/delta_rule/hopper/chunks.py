@@ -58,20 +58,6 @@ def tokens_of(s, each, before, sequence, T):
 
 
 @gluon.jit
-def ring(STAGES: gl.constexpr):
-    """Barriers of places that are filled and emptied in turn: (full, empty)."""
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
-    barrier()
-    return full, empty
-
-
-@gluon.jit
 def _terms(x, TWO: gl.constexpr):
     """x of float32 as the sum of two bfloat16, its upper half and what that leaves; or in float16,
     11 bits of it."""
