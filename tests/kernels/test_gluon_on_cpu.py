@@ -431,6 +431,7 @@ def prologs(monkeypatch):
     modules = [
         handover,
         hopper.absorption,
+        hopper.barriers,
         hopper.fused_gemm,
         hopper.query_heads,
         hopper.query_stage,

@@ -32,8 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common import gpu
 from ...common.approximate import power
-from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from ...common.hopper.tma import aligned, at, describe_matrix, forget
+from ...common.gluon_names import barrier, reinterpret, tma_store
+from ...common.hopper.tma import aligned, at, describe_matrix, forget, load_box
 from ...common.kda import GIVEN, LEAST, log_decay
 from ...runtime import launches
 from .chunks import CHUNK, add, inverse_of
@@ -346,8 +346,8 @@ def _chunks(
         barrier()
         where = at(batch, hv // (C.HV // C.H), start, length, first, C.VARLEN)
         mbarrier.expect(full, 2 * 64 * 128 * 2)
-        tma_load(k_desc, where, full, reinterpret(k, dtype, k_desc.block_shape, k_desc.layout))
-        tma_load(q_desc, where, full, reinterpret(q, dtype, q_desc.block_shape, q_desc.layout))
+        load_box(k_desc, where, full, k)
+        load_box(q_desc, where, full, q)
         long_hv = hv.to(gl.int64)
         begin = (start + first).to(gl.int64)
         count = length - first
@@ -417,9 +417,8 @@ def _chunks(
             fence_async_shared()
             barrier()
             where = at(batch, hv, start, length, first, C.VARLEN)
-            into = reinterpret(k, dtype, v_desc.block_shape, v_desc.layout)
             mbarrier.expect(ready, 64 * 128 * 2)
-            tma_load(v_desc, where, ready, into)
+            load_box(v_desc, where, ready, k)
         diagonal = reinterpret(
             sums, gl.float32, [16, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         )

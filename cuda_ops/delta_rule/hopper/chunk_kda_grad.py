@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ....dispatch.common import memory
 from ...common.approximate import inverse, power
 from ...common.gluon_names import barrier, reinterpret, tma_load
-from ...common.hopper.tma import at, describe_matrix, forget
+from ...common.hopper.tma import at, describe_matrix, forget, load_box
 from ...common.kda import BOUNDED, LEAST, SOFTPLUS, log_decay
 from ...common.log2 import LN2, LOG2E
 from ...runtime import launches
@@ -441,7 +441,7 @@ def _inputs(
         barrier()
         where = at(batch, program % C.HV, start, length, first, C.VARLEN)
         mbarrier.expect(ready, 3 * 64 * 128 * 2)
-        tma_load(o_desc, where, ready, reinterpret(o, dtype, o_desc.block_shape, o_desc.layout))
+        load_box(o_desc, where, ready, o)
         tma_load(n_desc, [program * 64, 0], ready, n)
         tma_load(r_desc, [program * 64, 0], ready, r)
         mbarrier.expect(full, 2 * 128 * W * 2)

@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from ...common.hopper.tma import at, describe, describe_matrix, forget
+from ...common.gluon_names import barrier, reinterpret, tma_store
+from ...common.hopper.tma import at, describe, describe_matrix, forget, load_box
 from ...runtime import launches
 
 CHUNK = 64
@@ -248,8 +248,8 @@ def _prepare(
         barrier()
         mbarrier.expect(full, 64 * DK * 4)
         where = at(0, h, start, length, first, True)
-        tma_load(k_desc, where, full, reinterpret(k, dtype, k_desc.block_shape, k_desc.layout))
-        tma_load(q_desc, where, full, reinterpret(q, dtype, q_desc.block_shape, q_desc.layout))
+        load_box(k_desc, where, full, k)
+        load_box(q_desc, where, full, q)
         diagonal = gl.allocate_shared_memory(
             gl.float32, [16, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         )
