@@ -49,7 +49,7 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import gated_delta, memory
 from ...dispatch.ops.delta_rule.chunk_kda_grad import Arguments
-from ..common.chunks import CHUNK, chunk_rows, of_beta, rate_of
+from ..common.chunks import CHUNK, chunk_rows, from_head, of_beta, rate_of
 from ..common.kda import (
     BOUNDED,
     SOFTPLUS,
@@ -258,22 +258,9 @@ def _inputs_kernel(
 ):
     """Of a chunk and a head some columns of dq, dk (of the rows as the norm leaves them) and dg,
     and what they give A_log and dt_bias; with the first columns dv and dbeta."""
-    (
-        q_batch,
-        q_row,
-        q_head,
-        k_batch,
-        k_row,
-        k_head,
-        g_batch,
-        g_row,
-        g_head,
-        o_batch,
-        o_row,
-        o_head,
-        b_batch,
-        b_row,
-    ) = strides
+    q_by, k_by, g_by, o_by = strides[0:3], strides[3:6], strides[6:9], strides[9:12]
+    b_batch, b_row = strides[12:14]
+    q_row, k_row, g_row, o_row = q_by[1], k_by[1], g_by[1], o_by[1]
     GROUP: tl.constexpr = C.HV // C.H
     BLOCKS: tl.constexpr = C.K_PAD // BLOCK_K
     EDGE: tl.constexpr = BLOCK_K if C.K == C.K_PAD else C.K
@@ -292,8 +279,8 @@ def _inputs_kernel(
     to_g = (token * C.HV + h * GROUP)[:, None] * C.K + ck[None, :]
     to_v = (token * C.HV + h * GROUP) * C.V
     if live & (first < length):
-        q += batch * q_batch + start * q_row + h * q_head
-        k += batch * k_batch + start * k_row + h * k_head
+        q = from_head(q, q_by, batch, start, h)
+        k = from_head(k, k_by, batch, start, h)
         q_unit = unit_norm(q, first, length, q_row, C.K, C.K_PAD, C.NORM)
         k_unit = unit_norm(k, first, length, k_row, C.K, C.K_PAD, C.NORM)
         q_wide = (
@@ -310,7 +297,7 @@ def _inputs_kernel(
             number = chunk.to(tl.int64) * C.HV + hv
             to_rate = beta + batch * b_batch + (start + first + i) * b_row + hv
             rate = rate_of(tl.load(to_rate, mask=valid, other=0.0), valid, C.BETA)
-            of_out = d_out + batch * o_batch + start * o_row + hv * o_head
+            of_out = from_head(d_out, o_by, batch, start, hv)
             left_q = tl.zeros([CHUNK, BLOCK_K], tl.float32)
             left_k = tl.zeros([CHUNK, BLOCK_K], tl.float32)
             right_k = tl.zeros([CHUNK, BLOCK_K], tl.float32)
@@ -343,7 +330,7 @@ def _inputs_kernel(
                 tl.store(d_beta + token * C.HV + hv, of_rate, mask=valid)
             z *= rate[None, :] * scale
             m *= -rate[:, None] * rate[None, :]
-            of_g = g + batch * g_batch + start * g_row + hv * g_head
+            of_g = from_head(g, g_by, batch, start, hv)
             speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if C.A else 1.0
             x = gate_input(of_g, dt_bias, hv, first, length, g_row, ck, C.K, EDGE, BLOCK_K, C.BIAS)
             total = tl.cumsum(limited(log_decay(x, speed, lower_bound, C.GATE), valid), 0)

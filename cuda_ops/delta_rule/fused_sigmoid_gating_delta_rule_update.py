@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...dispatch.common import memory
 from ..common import gpu
-from ..common.chunks import softplus
+from ..common.chunks import from_head, softplus
 from ..common.gpu import INTERPRETED
 from ..common.lengths import span_of, within
 from ..runtime import launches
@@ -341,28 +341,9 @@ def _delta_rule_kernel(
     C: tl.constexpr,
 ):
     epsilon = numbers[4]
-    (
-        q_batch,
-        q_row,
-        q_head,
-        k_batch,
-        k_row,
-        k_head,
-        v_batch,
-        v_row,
-        v_head,
-        a_batch,
-        a_row,
-        a_head,
-        b_batch,
-        b_row,
-        z_batch,
-        z_row,
-        z_head,
-        slot_stride,
-        cache_stride,
-        step_stride,
-    ) = strides
+    q_by, k_by, v_by, a_by = strides[0:3], strides[3:6], strides[6:9], strides[9:12]
+    b_batch, b_row, z_batch, z_row, z_head, slot_stride, cache_stride, step_stride = strides[12:20]
+    q_row, k_row, v_row, a_row = q_by[1], k_by[1], v_by[1], a_by[1]
     TILES: tl.constexpr = C.TILES
     NV: tl.constexpr = (C.V + C.BLOCK_V * TILES - 1) // (C.BLOCK_V * TILES)
     program = tl.program_id(0)
@@ -396,10 +377,10 @@ def _delta_rule_kernel(
         first = n_wide * 0
         length = T
         n_batch = n_wide
-    q += n_batch * q_batch + first * q_row + h * q_head
-    k += n_batch * k_batch + first * k_row + h * k_head
-    v += n_batch * v_batch + first * v_row + hv * v_head
-    a += n_batch * a_batch + first * a_row + hv * a_head
+    q = from_head(q, q_by, n_batch, first, h)
+    k = from_head(k, k_by, n_batch, first, h)
+    v = from_head(v, v_by, n_batch, first, hv)
+    a = from_head(a, a_by, n_batch, first, hv)
     b += n_batch * b_batch + first * b_row + hv
     out += ((n_batch * T + first) * C.HV + hv) * C.V
     out_row = C.HV * C.V
