@@ -55,7 +55,7 @@ def _backward(
     d = first + tl.arange(0, C.BLOCK_G)
     on_d = d < first + C.GROUP
     w = tl.load(weight + d, mask=on_d, other=0.0).to(tl.float32)[None]
-    total = tl.zeros([C.BLOCK_R, C.BLOCK_G], tl.float32)
+    total = tl.full([C.BLOCK_R, C.BLOCK_G], 0.0, tl.float32)
     for block in range(blocks):
         row = (chunk * blocks + block) * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
         mask = (row < rows)[:, None] & on_d[None]

@@ -36,6 +36,7 @@ if INTERPRETED:
 from custom.cuda_ops.attention import fused_attention, fused_attention_backward
 from custom.cuda_ops.common import (
     attention_tiles,
+    combine,
     gluon_names,
     handover,
     lengths,
@@ -134,6 +135,7 @@ def few(monkeypatch):
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
     stand_in(
         monkeypatch,
+        combine,
         rows,
         selection,
         sparse_flash_attention,
