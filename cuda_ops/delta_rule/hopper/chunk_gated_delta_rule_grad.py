@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ....dispatch.common import memory
-from ...common.gluon_names import barrier, tma_load, tma_store
+from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ...common.hopper.barriers import in_turn
 from ...common.hopper.tma import (
     aligned,
@@ -395,13 +395,14 @@ def _producer(
         where = at(0, hv // C.GROUP, start, length, c * 64, True)
         of_value = columns_at(hv, start, length, c * 64, block)
         tile = ((first_chunk + c) * C.NV + hv) * 64
+        into = reinterpret(v.index(stage), k.dtype, v_desc.block_shape, v_desc.layout)
         BOTH: gl.constexpr = 64 * C.DK * 2 + 2 * 64 * 64 * 2 + 3 * 64 * 4
         if back == 0:
             mbarrier.expect(ready, BOTH)
-            load_box(v_desc, of_value, ready, v.index(stage))
+            tma_load(v_desc, of_value, ready, into)
         else:
             mbarrier.expect(ready, BOTH + 64 * C.DK * 2 + 64 * 64 * 2)
-            load_box(o_desc, of_value, ready, v.index(stage))
+            tma_load(o_desc, of_value, ready, into)
             tma_load(p_desc, [tile, 0], ready, p.index(stage))
             load_box(q_desc, where, ready, q.index(stage))
         load_box(k_desc, where, ready, k.index(stage))

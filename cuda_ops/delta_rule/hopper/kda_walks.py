@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common import gpu
-from ...common.gluon_names import barrier, tma_load, tma_store
+from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ...common.hopper.barriers import in_turn
-from ...common.hopper.tma import aligned, at, describe_matrix, describe_row, load_box
+from ...common.hopper.tma import aligned, at, describe_matrix, describe_row
 from ...runtime import launches
 from .chunks import CHUNK
 from .kda import pieces, rows_of
@@ -277,6 +277,7 @@ def _producer(
     back,
     C: gl.constexpr,
 ):
+    dtype: gl.constexpr = shared.kg.dtype
     for step in range(chunks):
         c = gl.where(back == 0, step, chunks - 1 - step)
         stage = step % C.STAGES
@@ -285,18 +286,19 @@ def _producer(
         where = at(batch, hv, start, length, c * 64, C.VARLEN, block * 64)
         number = (first_chunk + c) * C.HV + hv
         tile = number * 64
+        into = reinterpret(shared.v.index(stage), dtype, v_desc.block_shape, v_desc.layout)
         BOTH: gl.constexpr = 2 * 64 * 128 * 2 + 2 * 64 * 64 * 2 + 128 * 4 + 64 * 4
         if back == 0:
             mbarrier.expect(ready, BOTH)
             tma_load(kg_desc, [tile, 0], ready, shared.kg.index(stage))
-            load_box(v_desc, where, ready, shared.v.index(stage))
+            tma_load(v_desc, where, ready, into)
             tma_load(rates_desc, [tile], ready, shared.rates.index(stage))
             tma_load(t_desc, [tile, 0], ready, shared.t.index(stage))
             tma_load(fades_desc, [number * 128], ready, shared.fades.index(stage))
             tma_load(ks_desc, [tile, 0], ready, shared.ks.index(stage))
         else:
             mbarrier.expect(ready, BOTH + 64 * 128 * 2 + 64 * 64 * 2)
-            load_box(o_desc, where, ready, shared.v.index(stage))
+            tma_load(o_desc, where, ready, into)
             tma_load(p_desc, [tile, 0], ready, shared.p.index(stage))
             tma_load(ks_desc, [tile, 0], ready, shared.ks.index(stage))
             tma_load(fades_desc, [number * 128], ready, shared.fades.index(stage))
