@@ -438,53 +438,40 @@ def _norms_kernel(
     k_batch,
     k_row,
     k_head,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    K_PAD: tl.constexpr,
     ROWS: tl.constexpr,
+    C: tl.constexpr,
 ):
     """dq and dk of some tokens and a head, through the norm."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
-    h = row % H
-    token = row // H
+    h = row % C.H
+    token = row // C.H
     batch = token // T
     token -= batch * T
-    _of_norm(q, d_q, row * K, valid, batch * q_batch + token * q_row + h * q_head, K, K_PAD)
-    _of_norm(k, d_k, row * K, valid, batch * k_batch + token * k_row + h * k_head, K, K_PAD)
+    _of_norm(q, d_q, row * C.K, valid, batch * q_batch + token * q_row + h * q_head, C.K, C.K_PAD)
+    _of_norm(k, d_k, row * C.K, valid, batch * k_batch + token * k_row + h * k_head, C.K, C.K_PAD)
 
 
 @triton.jit(do_not_specialize=["count"])
-def _sums_kernel(
-    A_parts,
-    bias_parts,
-    d_A,
-    d_bias,
-    count,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    K_PAD: tl.constexpr,
-    A: tl.constexpr,
-    BIAS: tl.constexpr,
-):
+def _sums_kernel(A_parts, bias_parts, d_A, d_bias, count, C: tl.constexpr):
     """dA_log and ddt_bias of a head, from the parts of the chunks."""
     hv = tl.program_id(0)
     i = tl.arange(0, CHUNK)
-    c = tl.arange(0, K_PAD)
-    of_A = tl.zeros([CHUNK, K_PAD], tl.float32)
-    of_bias = tl.zeros([CHUNK, K_PAD], tl.float32)
+    c = tl.arange(0, C.K_PAD)
+    of_A = tl.full([CHUNK, C.K_PAD], 0.0, tl.float32)
+    of_bias = tl.full([CHUNK, C.K_PAD], 0.0, tl.float32)
     for first in range(0, count, CHUNK):
-        at = ((first + i).to(tl.int64) * HV + hv)[:, None] * K_PAD + c[None, :]
-        mask = (first + i < count)[:, None] & (c < K)[None, :]
-        if A:
+        at = ((first + i).to(tl.int64) * C.HV + hv)[:, None] * C.K_PAD + c[None, :]
+        mask = (first + i < count)[:, None] & (c < C.K)[None, :]
+        if C.A:
             of_A += tl.load(A_parts + at, mask=mask, other=0.0)
-        if BIAS:
+        if C.BIAS:
             of_bias += tl.load(bias_parts + at, mask=mask, other=0.0)
-    if A:
+    if C.A:
         tl.store(d_A + hv, tl.sum(tl.sum(of_A, 0), 0).to(d_A.dtype.element_ty))
-    if BIAS:
+    if C.BIAS:
         whole = tl.sum(of_bias, 0).to(d_bias.dtype.element_ty)
-        tl.store(d_bias + hv * K + c, whole, mask=c < K)
+        tl.store(d_bias + hv * C.K + c, whole, mask=c < C.K)
 
 
 def backward(
@@ -658,10 +645,8 @@ def backward(
                 B * T * H,
                 *q.stride()[:3],
                 *k.stride()[:3],
-                H=H,
-                K=K,
-                K_PAD=K_PAD,
                 ROWS=_TOKENS,
+                C=x.constants,
                 num_warps=4,
             )
     if A or bias:
@@ -671,11 +656,7 @@ def backward(
             d_A,
             d_bias,
             x.count,
-            HV=HV,
-            K=K,
-            K_PAD=K_PAD,
-            A=A,
-            BIAS=bias,
+            C=x.constants,
             num_warps=4,
         )
     return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias

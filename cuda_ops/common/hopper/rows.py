@@ -6,9 +6,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from .. import packed, rows
+from ..gluon_names import cp_async
 from ..selection import physical_slots, slot_of
+from .layouts import GATHER
 
 
 @gluon.jit
@@ -40,6 +43,19 @@ def slots(
         index, entry, kv_len, request, start, of, SPARSE_BLOCK, LAYOUT
     )
     return slot_of(outer, inner, valid, of.max_kv_len, LAYOUT)
+
+
+@gluon.jit
+def gather_rows(base, step, places, tile, D: gl.constexpr, ABSENT: gl.constexpr):
+    """Ask for rows of D numbers; where there is none for a 0, or if not ABSENT for the first."""
+    place = places.load(gl.SliceLayout(1, GATHER))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, GATHER))
+    at = (base + gl.maximum(place, 0).to(gl.int64) * step)[:, None] + d[None, :]
+    if ABSENT:
+        cp_async(tile, at, mask=(place >= 0)[:, None])
+    else:
+        cp_async(tile, at)
+    async_copy.commit_group()
 
 
 @gluon.jit

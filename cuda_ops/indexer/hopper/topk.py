@@ -17,17 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....dispatch.common import memory
 from ...common import gpu
-from ...common.hopper.selection import (
-    apart,
-    bound,
-    lanes,
-    ordered,
-    ranks,
-    raw,
-    select,
-    select_row,
-    tiled,
-)
+from ...common.hopper.selection import bound, lanes, ranks, raw, select, select_row, tiled
+from ...common.ordered import apart, ordered
 from ...common.topk import BLOCK, EVERY
 from ...runtime import launches
 

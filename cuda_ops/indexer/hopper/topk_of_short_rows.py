@@ -19,7 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....dispatch.common import memory
 from ...common.gluon_names import barrier
-from ...common.hopper.selection import apart, bound, lanes, ordered, plus, select, select_row
+from ...common.hopper.selection import bound, lanes, plus, select, select_row
+from ...common.ordered import apart, ordered
 from ...common.tiling import power_of_two
 from ...common.topk import BLOCK, EVERY
 from ...runtime import launches
