@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...common import gpu
 from ...common.approximate import power
 from ...common.gluon_names import barrier, reinterpret, tma_store
+from ...common.hopper.barriers import two_barriers
 from ...common.hopper.tma import aligned, at, describe_matrix, forget, load_box
 from ...common.kda import GIVEN, LEAST, log_decay
 from ...runtime import launches
@@ -337,13 +338,8 @@ def _chunks(
         ends = gl.allocate_shared_memory(gl.float32, [2, 4, 64], TABLE)
         between = gl.allocate_shared_memory(dtype, [6, 4, 64], TABLE)
         units = gl.allocate_shared_memory(gl.float32, [2, 4, 16], TABLE)
-        bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        full = bars.index(0)
-        ready = bars.index(1)
-        mbarrier.init(full, count=1)
-        mbarrier.init(ready, count=1)
-        fence_async_shared()
-        barrier()
+        bars = two_barriers()
+        full, ready = bars.index(0), bars.index(1)
         where = at(batch, hv // (C.HV // C.H), start, length, first, C.VARLEN)
         mbarrier.expect(full, 2 * 64 * 128 * 2)
         load_box(k_desc, where, full, k)

@@ -35,6 +35,7 @@ from ....dispatch.common import memory
 from ...common.approximate import inverse, power
 from ...common.chunks import from_head
 from ...common.gluon_names import barrier, reinterpret, tma_load
+from ...common.hopper.barriers import two_barriers
 from ...common.hopper.tma import at, describe_matrix, forget, load_box
 from ...common.kda import BOUNDED, LEAST, SOFTPLUS, log_decay
 from ...common.log2 import LN2, LOG2E
@@ -387,7 +388,6 @@ def _inputs(
     dtype: gl.constexpr = n_desc.dtype
     LONG: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     program = gl.program_id(0)
     left = program * 0 + (1 << 128 // W) - 1
     if FINE:
@@ -423,13 +423,8 @@ def _inputs(
         kept = gl.allocate_shared_memory(
             gl.float32, [64, W], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         )
-        bars = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-        ready = bars.index(0)
-        full = bars.index(1)
-        mbarrier.init(ready, count=1)
-        mbarrier.init(full, count=1)
-        fence_async_shared()
-        barrier()
+        bars = two_barriers()
+        ready, full = bars.index(0), bars.index(1)
         where = at(batch, program % C.HV, start, length, first, C.VARLEN)
         mbarrier.expect(ready, 3 * 64 * 128 * 2)
         load_box(o_desc, where, ready, o)
