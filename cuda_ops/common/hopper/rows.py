@@ -50,11 +50,11 @@ def gather_rows(base, step, places, tile, D: gl.constexpr, ABSENT: gl.constexpr)
     """Ask for rows of D numbers; where there is none for a 0, or if not ABSENT for the first."""
     place = places.load(gl.SliceLayout(1, GATHER))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, GATHER))
-    at = (base + gl.maximum(place, 0).to(gl.int64) * step)[:, None] + d[None, :]
+    at = gl.maximum(place, 0).to(gl.int64) * step
     if ABSENT:
-        cp_async(tile, at, mask=(place >= 0)[:, None])
+        cp_async(tile, (base + at)[:, None] + d[None, :], mask=(place >= 0)[:, None])
     else:
-        cp_async(tile, at)
+        cp_async(tile, (base + at)[:, None] + d[None, :])
     async_copy.commit_group()
 
 
