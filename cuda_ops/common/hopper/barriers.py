@@ -29,8 +29,9 @@ def in_turn(STAGES: gl.constexpr, READERS: gl.constexpr):
 def two_barriers():
     """Of two tiles, each filled by one."""
     bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(bars.index(0), count=1)
-    mbarrier.init(bars.index(1), count=1)
+    first, second = bars.index(0), bars.index(1)
+    mbarrier.init(first, count=1)
+    mbarrier.init(second, count=1)
     fence_async_shared()
     barrier()
     return bars
