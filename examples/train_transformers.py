@@ -31,22 +31,30 @@ from transformers import (
 from custom.integrations.transformers import use
 
 TEXT = Path(__file__).with_name("public_domain.txt").read_bytes()
-NO_TOKENS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+LAYERS = 2  # of linear attention
+
+
+def sizes(hidden):
+    return dict(
+        vocab_size=256,
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        num_hidden_layers=LAYERS,
+        layer_types=["linear_attention"] * LAYERS,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
 
 
 def make_qwen(wide):
     return Qwen3_5ForCausalLM(
         Qwen3_5TextConfig(
-            vocab_size=256,
-            hidden_size=2560 if wide else 64,
-            intermediate_size=2560 if wide else 64,
-            num_hidden_layers=2,
-            layer_types=["linear_attention"] * 2,
+            **sizes(2560 if wide else 64),
             linear_num_key_heads=16 if wide else 2,
             linear_num_value_heads=32 if wide else 4,
             linear_key_head_dim=128 if wide else 32,
             linear_value_head_dim=128 if wide else 32,
-            **NO_TOKENS,
         )
     )
 
@@ -54,15 +62,10 @@ def make_qwen(wide):
 def make_kimi_linear(wide):
     return KimiLinearForCausalLM(
         KimiLinearConfig(
-            vocab_size=256,
-            hidden_size=2304 if wide else 64,
-            intermediate_size=2304 if wide else 64,
-            num_hidden_layers=2,
-            layer_types=["linear_attention"] * 2,
+            **sizes(2304 if wide else 64),
             linear_num_heads=32 if wide else 4,
             linear_head_dim=128 if wide else 32,
-            mlp_layer_types=["dense"] * 2,
-            **NO_TOKENS,
+            mlp_layer_types=["dense"] * LAYERS,
         )
     )
 

@@ -300,12 +300,7 @@ def _merge(
     weight = tl.load(partial_sum + piece)
     mask = (weight != 0)[:, None] & (d < C.R)[None, :]
     o = tl.load(partial + piece[:, None] * C.R + d[None, :], mask=mask, other=0.0)
-    row_max = tl.max(top, 0)
-    weight = weight * tl.exp2(top - row_max)
-    row_sum = tl.sum(weight, 0)
-    total = row_sum
-    if C.HAS_SINK:
-        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - row_max)
+    weight, row_sum, total, row_max = softmax.merged(top, weight, sinks, head, C.HAS_SINK)
     there = row_sum != 0  # a NaN is there, and stays one
     o = tl.sum(o * weight[:, None], 0)
     o = tl.where(there, o / tl.where(there, total, 1.0), 0.0)

@@ -46,6 +46,12 @@ def unit_inverse(lower, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def from_head(base, by, batch, token, head):
+    """Where a head's rows begin in a token; `by`: the strides of batches, tokens and heads."""
+    return base + (batch * by[0] + token * by[1] + head * by[2])
+
+
+@triton.jit
 def chunk_rows(base, first, length, row, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
     """[64, PAD] rows from `first` on; zeros behind `length` and SIZE."""
     i = first + tl.arange(0, CHUNK)

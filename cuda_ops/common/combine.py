@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,58 +15,56 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...dispatch.common import memory
 from ..runtime import launches
-from . import gpu
-from .log2 import LN2, LOG2E
+from . import gpu, softmax
+from .log2 import LN2
+
+
+class Constants(NamedTuple):
+    HEADS: int
+    R: int
+    SPLITS: int
+    WIDTH: int
+    HAS_SINK: bool
+    STATS: bool
+    LSE: bool
+    CHAINED: bool
+
+
+@triton.jit
+def statistics(softmax_max, softmax_sum, at, row_max, row_sum, valid, mask, LSE: tl.constexpr):
+    """Store a row's maximum, given to base 2, and sum; of LSE their log-sum-exp for the maximum."""
+    row_max = tl.where(valid, row_max * LN2, float("-inf"))
+    if LSE:
+        tl.store(softmax_max + at, row_max + tl.log(row_sum), mask=mask)
+    else:
+        tl.store(softmax_max + at, row_max, mask=mask)
+        tl.store(softmax_sum + at, row_sum, mask=mask)
 
 
 @triton.jit
 def _combine(
-    partial,
-    partial_max,
-    partial_sum,
-    sinks,
-    out,
-    softmax_max,
-    softmax_sum,
-    HEADS: tl.constexpr,
-    R: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    STATS: tl.constexpr,
-    LSE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    partial, partial_max, partial_sum, sinks, out, softmax_max, softmax_sum, C: tl.constexpr
 ):
     """out of one row and head, WIDTH columns, from its SPLITS parts, always in the same order."""
     program = tl.program_id(0).to(tl.int64)
-    row = program // HEADS
-    head = program % HEADS
-    split = tl.arange(0, SPLITS)
-    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    piece = (row * SPLITS + split) * HEADS + head
-    if CHAINED:
+    row = program // C.HEADS
+    head = program % C.HEADS
+    split = tl.arange(0, C.SPLITS)
+    d = tl.program_id(1) * C.WIDTH + tl.arange(0, C.WIDTH)
+    piece = (row * C.SPLITS + split) * C.HEADS + head
+    if C.CHAINED:
         gdc_wait()
     top = tl.load(partial_max + piece)
     weight = tl.load(partial_sum + piece)
-    o = tl.load(partial + piece[:, None] * R + d[None, :], mask=(d < R)[None, :], other=0.0)
-    row_max = tl.max(top, 0)
-    weight = weight * tl.exp2(top - row_max)
-    row_sum = tl.sum(weight, 0)
-    total = row_sum
-    if HAS_SINK:
-        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - row_max)
+    o = tl.load(partial + piece[:, None] * C.R + d[None, :], mask=(d < C.R)[None, :], other=0.0)
+    weight, row_sum, total, row_max = softmax.merged(top, weight, sinks, head, C.HAS_SINK)
     o = tl.sum(o.to(tl.float32) * weight[:, None], 0)
     valid = row_sum != 0  # a NaN is there, and stays one
     o = tl.where(valid, o / tl.where(valid, total, 1.0), 0.0)
-    tl.store(out + program * R + d, o.to(out.dtype.element_ty), mask=d < R)
-    if STATS:
+    tl.store(out + program * C.R + d, o.to(out.dtype.element_ty), mask=d < C.R)
+    if C.STATS:
         first = tl.program_id(1) == 0
-        row_max = tl.where(valid, row_max * LN2, float("-inf"))
-        if LSE:
-            tl.store(softmax_max + program, row_max + tl.log(row_sum), mask=first)
-        else:
-            tl.store(softmax_max + program, row_max, mask=first)
-            tl.store(softmax_sum + program, row_sum, mask=first)
+        statistics(softmax_max, softmax_sum, program, row_max, row_sum, valid, first, C.LSE)
 
 
 @dataclass(frozen=True)
@@ -110,14 +109,7 @@ def combine(
     heads, rank = out.shape[-2:]
     chained = is_chained(out.device, parts.splits)
     width = min(128 if parts.splits > 8 else 512, triton.next_power_of_2(rank))
-    launches.kernel(_combine, out.numel() // rank, triton.cdiv(rank, width))(
-        parts.out,
-        parts.max,
-        parts.sum,
-        softmax_max if sinks is None else sinks,
-        out,
-        softmax_max,
-        softmax_max if softmax_sum is None else softmax_sum,
+    C = Constants(
         HEADS=heads,
         R=rank,
         SPLITS=parts.splits,
@@ -126,6 +118,16 @@ def combine(
         STATS=softmax_max.numel() > 0,
         LSE=softmax_sum is None,
         CHAINED=chained,
+    )
+    launches.kernel(_combine, out.numel() // rank, triton.cdiv(rank, width))(
+        parts.out,
+        parts.max,
+        parts.sum,
+        softmax_max if sinks is None else sinks,
+        out,
+        softmax_max,
+        softmax_max if softmax_sum is None else softmax_sum,
+        C=C,
         num_warps=4,
         **({"launch_pdl": True} if chained else {}),
     )

@@ -15,6 +15,15 @@ from .lengths import sequence_of, span_of
 
 
 @triton.jit
+def tile_of(channels, BLOCK_D: tl.constexpr):
+    """(sequence, channels [BLOCK_D], which of them exist) of a program."""
+    tiles = tl.cdiv(channels, BLOCK_D)
+    n = tl.program_id(0) // tiles
+    d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
+    return n, d, d < channels
+
+
+@triton.jit
 def standing(starts, token, tokens, length, sequences, VARLEN: tl.constexpr):
     """(sequence, position in it, length of it, whether there is one) of a token."""
     valid = token < tokens

@@ -20,18 +20,25 @@ GIVEN, SOFTPLUS, BOUNDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
+def in_piece(chunk, s, begin, end, ends, sequences):
+    """(first token of the piece, first token of the chunk in it, the piece's length, whether it is
+    a sequence) of a chunk; `ends`: the chunks up to the end of each of the pieces `s`."""
+    before = ends <= chunk
+    first = (chunk - tl.max(tl.where(before, ends, 0), 0)) * CHUNK
+    piece = tl.sum(before.to(tl.int32), 0)
+    start = tl.sum(tl.where(s == piece, begin, 0), 0)
+    length = tl.sum(tl.where(s == piece, end - begin, 0), 0)
+    return start, first, length, (piece > 0) & (piece <= sequences)
+
+
+@triton.jit
 def place(bounds, chunk, T, sequences, PIECES: tl.constexpr, VARLEN: tl.constexpr):
     """(batch, first token of the piece, first token of the chunk in it, the piece's length,
     whether it is a sequence) of a chunk."""
     if VARLEN:
         s, begin, end = pieces(bounds, T, sequences, PIECES)
         ends = tl.cumsum((end - begin + CHUNK - 1) // CHUNK, 0)
-        before = ends <= chunk
-        first = (chunk - tl.max(tl.where(before, ends, 0), 0)) * CHUNK
-        piece = tl.sum(before.to(tl.int32), 0)
-        start = tl.sum(tl.where(s == piece, begin, 0), 0)
-        length = tl.sum(tl.where(s == piece, end - begin, 0), 0)
-        live = (piece > 0) & (piece <= sequences)
+        start, first, length, live = in_piece(chunk, s, begin, end, ends, sequences)
         batch = chunk * 0
     else:
         each = (T + CHUNK - 1) // CHUNK

@@ -39,7 +39,7 @@ def sequence_of(bounds, token, sequences, T, LANES: tl.constexpr = 256):
 
 
 @triton.jit
-def _later(a, b):
+def later(a, b):
     return tl.maximum(a, b)
 
 
@@ -51,6 +51,6 @@ def pieces(bounds, T, sequences, PIECES: tl.constexpr):
     s = tl.arange(0, PIECES)
     begin = within(bounds + s - 1, (s > 0) & (s <= sequences + 1), T)
     end = within(bounds + s, s <= sequences, T)
-    begin = tl.associative_scan(begin, 0, _later)
-    end = tl.associative_scan(end, 0, _later)
+    begin = tl.associative_scan(begin, 0, later)
+    end = tl.associative_scan(end, 0, later)
     return s, tl.where(s > sequences + 1, T, begin), tl.where(s > sequences, T, end)

@@ -67,21 +67,32 @@ def within(length, most):
 
 
 @triton.jit
+def between(row, there, ends, of):
+    """`request_of` the prefix sums `ends`, of which those that are `there` count."""
+    before = there & (ends <= row)
+    request = tl.sum(before.to(tl.int32), 0)
+    first = tl.max(tl.where(before, ends, 0), 0)
+    return request, first, tl.min(tl.where(there & (ends > row), ends, of.tokens), 0)
+
+
+@triton.jit
+def of_batch(row, of):
+    """`request_of` where all have `of.tokens`."""
+    request = (row // of.tokens).to(tl.int32)
+    first = request * of.tokens
+    return request, first, first + of.tokens
+
+
+@triton.jit
 def request_of(row, of, LAYOUT: tl.constexpr):
     """(request, its first row, where its rows end) of a query row; past the last one the number of
     requests.  Of prefix sums in any order: how many it has passed, the last of them, the next."""
     if LAYOUT.Q_TND:
         r = tl.arange(0, LAYOUT.REQUESTS)
         ends = within(tl.load(of.seqlens_q + r, mask=r < of.requests, other=0), of.tokens)
-        before = (r < of.requests) & (ends <= row)
-        request = tl.sum(before.to(tl.int32), 0)
-        first = tl.max(tl.where(before, ends, 0), 0)
-        stop = tl.min(tl.where((r < of.requests) & (ends > row), ends, of.tokens), 0)
+        return between(row, r < of.requests, ends, of)
     else:
-        request = (row // of.tokens).to(tl.int32)
-        first = request * of.tokens
-        stop = first + of.tokens
-    return request, first, stop
+        return of_batch(row, of)
 
 
 @triton.jit

@@ -67,6 +67,19 @@ class Note(NamedTuple):
     first_entry: Any
 
 
+class Named(NamedTuple):
+    """What names a row's keys in both caches, and how large these are."""
+
+    ori_index: Any
+    cmp_index: Any
+    ori_table: Any
+    cmp_table: Any
+    ori_pages: Any
+    cmp_pages: Any
+    ori_size: Any
+    cmp_size: Any
+
+
 @triton.jit
 def _span(bounds, request, inside, most):
     """(first, count) of a request by prefix sums from 0."""
@@ -265,60 +278,43 @@ def far_place(entry, number, note, table, pages, size, P: tl.constexpr):
 
 
 @triton.jit
-def keys_of(
-    entry,
-    is_near,
-    note,
-    ori_index,
-    cmp_index,
-    ori_table,
-    cmp_table,
-    ori_pages,
-    cmp_pages,
-    ori_size,
-    cmp_size,
-    P: tl.constexpr,
-):
-    """(outer, inner, valid) of keys `entry` of one source of a row, whose indices and tables these
-    are."""
+def keys_of(entry, is_near, note, of, P: tl.constexpr):
+    """(outer, inner, valid) of keys `entry` of one source of a row."""
     if not P.ENTRIES:
-        number = near_index(entry, note, ori_index, P)
-        outer, inner, valid = near_place(entry, number, note, ori_table, ori_pages, ori_size, P)
+        number = near_index(entry, note, of.ori_index, P)
+        outer, inner, valid = near_place(
+            entry, number, note, of.ori_table, of.ori_pages, of.ori_size, P
+        )
     else:
         if is_near:  # the two indices may be of two widths: one name each
-            near = near_index(entry, note, ori_index, P)
-            outer, inner, valid = near_place(entry, near, note, ori_table, ori_pages, ori_size, P)
+            near = near_index(entry, note, of.ori_index, P)
+            outer, inner, valid = near_place(
+                entry, near, note, of.ori_table, of.ori_pages, of.ori_size, P
+            )
         else:
-            far = far_index(entry, note, cmp_index, P)
-            outer, inner, valid = far_place(entry, far, note, cmp_table, cmp_pages, cmp_size, P)
+            far = far_index(entry, note, of.cmp_index, P)
+            outer, inner, valid = far_place(
+                entry, far, note, of.cmp_table, of.cmp_pages, of.cmp_size, P
+            )
     return outer, inner, valid
 
 
 @triton.jit
-def slots_of(
-    entry,
-    first,
-    note,
-    ori_index,
-    cmp_index,
-    ori_table,
-    cmp_table,
-    ori_pages,
-    cmp_pages,
-    ori_size,
-    cmp_size,
-    P: tl.constexpr,
-):
+def slots_of(entry, first, note, of, P: tl.constexpr):
     """Where keys of a row lie in their caches, negative where absent: window rows, and from
     `first` on entries."""
-    number = near_index(entry, note, ori_index, P)
-    outer, inner, valid = near_place(entry, number, note, ori_table, ori_pages, ori_size, P)
-    slot = tl.where(valid, inner if P.KEYS == rows.TND else outer * ori_size + inner, -1)
+    number = near_index(entry, note, of.ori_index, P)
+    outer, inner, valid = near_place(
+        entry, number, note, of.ori_table, of.ori_pages, of.ori_size, P
+    )
+    slot = tl.where(valid, inner if P.KEYS == rows.TND else outer * of.ori_size + inner, -1)
     if P.ENTRIES:
         far = tl.where(entry < first, FAR, entry - first)
-        number = far_index(far, note, cmp_index, P)
-        outer, inner, valid = far_place(far, number, note, cmp_table, cmp_pages, cmp_size, P)
-        of_far = tl.where(valid, inner if P.KEYS == rows.TND else outer * cmp_size + inner, -1)
+        number = far_index(far, note, of.cmp_index, P)
+        outer, inner, valid = far_place(
+            far, number, note, of.cmp_table, of.cmp_pages, of.cmp_size, P
+        )
+        of_far = tl.where(valid, inner if P.KEYS == rows.TND else outer * of.cmp_size + inner, -1)
         slot = tl.where(entry < first, slot, of_far)
     return slot.to(tl.int32)
 

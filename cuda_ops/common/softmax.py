@@ -22,6 +22,19 @@ def step(s, row_max, row_sum):
 
 
 @triton.jit
+def merged(top, weight, sinks, head, HAS_SINK: tl.constexpr):
+    """(what each part weighs, its sum, that with the sink, maximum) of a row and a head, of whose
+    parts these are the maxima and sums."""
+    row_max = tl.max(top, 0)
+    weight = weight * tl.exp2(top - row_max)
+    row_sum = tl.sum(weight, 0)
+    total = row_sum
+    if HAS_SINK:
+        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - row_max)
+    return weight, row_sum, total, row_max
+
+
+@triton.jit
 def finish(row_max, row_sum, heads, sinks, places, WIDTH: tl.constexpr, C: tl.constexpr):
     """(1 / sums with the sinks, where WIDTH columns belong, which heads saw a key) of `heads`: row,
     part of its keys, heads, which of them exist.  `places`: the output, and the parts with their

@@ -27,7 +27,7 @@ from typing_extensions import Unpack
 from ...dispatch.common import memory
 from ...dispatch.ops.convolution.causal_conv1d_grad import Arguments
 from ..common import gpu
-from ..common.convolution import before, row_at, sigmoid, standing, taps_of, value_at
+from ..common.convolution import before, row_at, sigmoid, standing, taps_of, tile_of, value_at
 from ..common.lengths import span_of
 from ..runtime import launches
 from .causal_conv1d import unsupported as unsupported
@@ -53,22 +53,21 @@ def _number(
     valid,
     d,
     on_d,
-    x_batch,
-    x_row,
-    h_sequence,
-    h_column,
-    h_channel,
+    of_x,
+    of_history,
     W: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
     """The tile [BLOCK_T, BLOCK_D] at positions [BLOCK_T], float32: tokens, what came before them,
-    or zeros."""
+    or zeros; `of_x` and `of_history` are strides."""
+    x_batch, x_row = of_x
     now = valid & (position >= 0) & (position < size)
     at = row_at(sequence, position, token, x_batch, x_row, VARLEN)
     tile = tl.load(x + at[:, None] + d[None], mask=now[:, None] & on_d[None], other=0.0)
     tile = tile.to(tl.float32)
     if history is not None:
         past = valid & (position < 0) & (position > -W)
+        h_sequence, h_column, h_channel = of_history
         column = (W - 1 + position).to(tl.int64)
         at = sequence.to(tl.int64) * h_sequence + column * h_column
         before = tl.load(
@@ -265,24 +264,10 @@ def _to_history(
     BLOCK_D: tl.constexpr,
 ):
     """The gradient of a sequence's history, by its first W - 1 tokens."""
-    (
-        x_batch,
-        x_row,
-        g_batch,
-        g_row,
-        w_tap,
-        w_channel,
-        h_sequence,
-        h_column,
-        h_channel,
-        f_sequence,
-        f_column,
-        f_channel,
-    ) = strides
-    tiles = tl.cdiv(channels, BLOCK_D)
-    n = tl.program_id(0) // tiles
-    d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
-    on_d = d < channels
+    of_x, of_g, of_history = strides[0:2], strides[2:4], strides[6:9]
+    w_tap, w_channel = strides[4:6]
+    f_sequence, f_column, f_channel = strides[9:12]
+    n, d, on_d = tile_of(channels, BLOCK_D)
     if VARLEN:
         first, size = span_of(starts, n, tokens)
     else:
@@ -307,11 +292,8 @@ def _to_history(
                 at > -W,
                 d,
                 on_d,
-                x_batch,
-                x_row,
-                h_sequence,
-                h_column,
-                h_channel,
+                of_x,
+                of_history,
                 W,
                 VARLEN,
             ),
@@ -329,11 +311,8 @@ def _to_history(
             at >= 0,
             d,
             on_d,
-            g_batch,
-            g_row,
-            0,
-            0,
-            0,
+            of_g,
+            None,
             W,
             VARLEN,
         )

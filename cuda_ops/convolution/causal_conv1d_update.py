@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...dispatch.common import memory
 from ..common import gpu
-from ..common.convolution import sigmoid, taps_of, value_at
+from ..common.convolution import sigmoid, taps_of, tile_of, value_at
 from ..common.lengths import span_of
 from ..runtime import launches
 
@@ -92,14 +92,11 @@ def _update(
     ) = strides
     if CHAINED:
         gdc_launch_dependents()
-    tiles = tl.cdiv(channels, BLOCK_D)
-    n = tl.program_id(0) // tiles
-    d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = d < channels
+    n, d, mask = tile_of(channels, BLOCK_D)
     n_wide = n.to(tl.int64)
     if zeroed is not None:
         i = tl.arange(0, triton.next_power_of_2(ZEROS))
-        zero_mask = (i < ZEROS) & (tl.program_id(0) % tiles == 0)
+        zero_mask = (i < ZEROS) & (tl.program_id(0) % tl.cdiv(channels, BLOCK_D) == 0)
         tl.store(zeroed + n_wide * ZEROS + i, tl.zeros_like(i), mask=zero_mask)
     if VARLEN:
         first, size = span_of(starts, n, tokens)

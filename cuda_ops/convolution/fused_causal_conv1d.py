@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import memory
 from ...dispatch.ops.convolution.fused_causal_conv1d import Arguments
-from ..common.convolution import value_at
+from ..common.convolution import tile_of, value_at
 from ..common.lengths import span_of
 from ..runtime import launches
 from . import causal_conv1d
@@ -117,10 +117,7 @@ def _push(
     VARLEN: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    tiles = tl.cdiv(channels, BLOCK_D)
-    n = tl.program_id(0) // tiles
-    d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = d < channels
+    n, d, mask = tile_of(channels, BLOCK_D)
     if VARLEN:
         first, size = span_of(starts, n, tokens)
         x += first.to(tl.int64) * x_row

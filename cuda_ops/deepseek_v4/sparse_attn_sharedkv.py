@@ -158,6 +158,9 @@ def _attend(
     cmp_index = sharedkv.of_row(cmp_index, row, cmp_index_row)
     ori_table = sharedkv.of_row(ori_table, note.request, ori_table_row)
     cmp_table = sharedkv.of_row(cmp_table, note.request, cmp_table_row)
+    named = sharedkv.Named(
+        ori_index, cmp_index, ori_table, cmp_table, ori_pages, cmp_pages, ori_size, cmp_size
+    )
     near, total = sharedkv.tiles_of(note, P, C.BLOCK_N)
     each = (total + C.SPLITS - 1) // C.SPLITS
     lo = split * each
@@ -167,20 +170,7 @@ def _attend(
     slots += row * slot_row
     for n in tl.range(lo * C.BLOCK_N, hi * C.BLOCK_N, C.PLACE, num_stages=1):
         entry = n + tl.arange(0, C.PLACE)
-        slot = sharedkv.slots_of(
-            entry,
-            near * C.BLOCK_N,
-            note,
-            ori_index,
-            cmp_index,
-            ori_table,
-            cmp_table,
-            ori_pages,
-            cmp_pages,
-            ori_size,
-            cmp_size,
-            P,
-        )
+        slot = sharedkv.slots_of(entry, near * C.BLOCK_N, note, named, P)
         tl.store(slots + entry, slot, mask=entry < hi * C.BLOCK_N)
     tl.debug_barrier()
     head = (program % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)

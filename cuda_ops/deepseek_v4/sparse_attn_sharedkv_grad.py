@@ -97,6 +97,9 @@ def _gradients(
     note = sharedkv.noted(notes, row)
     ori_index = sharedkv.of_row(ori_index, row, ori_index_row)
     cmp_index = sharedkv.of_row(cmp_index, row, cmp_index_row)
+    named = sharedkv.Named(
+        ori_index, cmp_index, ori_table, cmp_table, ori_pages, cmp_pages, ori_size, cmp_size
+    )
     head = (tl.program_id(0) % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
     head_mask = head < C.HEADS
     d = tl.arange(0, C.BLOCK_D)
@@ -116,20 +119,7 @@ def _gradients(
     for tile in tl.range(0, total, num_stages=1):
         is_near = tile < near
         entry = (tile - tl.where(is_near, 0, near)) * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
-        outer, inner, valid = sharedkv.keys_of(
-            entry,
-            is_near,
-            note,
-            ori_index,
-            cmp_index,
-            ori_table,
-            cmp_table,
-            ori_pages,
-            cmp_pages,
-            ori_size,
-            cmp_size,
-            P,
-        )
+        outer, inner, valid = sharedkv.keys_of(entry, is_near, note, named, P)
         keys = ori
         sums = d_ori
         key_o = ori_o

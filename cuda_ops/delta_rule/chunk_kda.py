@@ -39,7 +39,7 @@ from ...dispatch.common import gated_delta, memory
 from ...dispatch.ops.delta_rule.chunk_kda import Arguments
 from ..common import gpu, supported
 from ..common.approximate import power
-from ..common.chunks import CHUNK, SUB, chunk_rows, heads_of, rate_of
+from ..common.chunks import CHUNK, SUB, chunk_rows, from_head, heads_of, rate_of
 from ..common.kda import (
     BLOCKS,
     from_diagonal,
@@ -154,22 +154,9 @@ def _chunks_kernel(
 
     Every exponent is the sum of some tokens' logarithms: within a block of 16 their product with
     zeros and ones, which like all products of four blocks is one of a warp, in its registers."""
-    (
-        q_batch,
-        q_row,
-        q_head,
-        k_batch,
-        k_row,
-        k_head,
-        v_batch,
-        v_row,
-        v_head,
-        g_batch,
-        g_row,
-        g_head,
-        b_batch,
-        b_row,
-    ) = strides
+    q_by, k_by, v_by, g_by = strides[0:3], strides[3:6], strides[6:9], strides[9:12]
+    b_batch, b_row = strides[12:14]
+    q_row, k_row, v_row, g_row = q_by[1], k_by[1], v_by[1], g_by[1]
     program = tl.program_id(0)
     chunk = program // C.HV
     h, hv = heads_of(program % C.HV, C.HV // C.H)
@@ -179,10 +166,10 @@ def _chunks_kernel(
     cv = tl.arange(0, C.V_PAD)
     element = qs.dtype.element_ty
     if live & (first < length):
-        q += batch * q_batch + start * q_row + h * q_head
-        k += batch * k_batch + start * k_row + h * k_head
-        g += batch * g_batch + start * g_row + hv * g_head
-        v += batch * v_batch + start * v_row + hv * v_head
+        q = from_head(q, q_by, batch, start, h)
+        k = from_head(k, k_by, batch, start, h)
+        g = from_head(g, g_by, batch, start, hv)
+        v = from_head(v, v_by, batch, start, hv)
         beta += batch * b_batch + start * b_row + hv
         EDGE: tl.constexpr = BLOCK_K if C.K == C.K_PAD else C.K
         tile = program.to(tl.int64) * CHUNK

@@ -49,7 +49,7 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import gated_delta, memory
 from ...dispatch.ops.delta_rule.chunk_kda_grad import Arguments
-from ..common.chunks import CHUNK, chunk_rows, of_beta, rate_of
+from ..common.chunks import CHUNK, chunk_rows, from_head, of_beta, rate_of
 from ..common.kda import (
     BOUNDED,
     SOFTPLUS,
@@ -258,22 +258,9 @@ def _inputs_kernel(
 ):
     """Of a chunk and a head some columns of dq, dk (of the rows as the norm leaves them) and dg,
     and what they give A_log and dt_bias; with the first columns dv and dbeta."""
-    (
-        q_batch,
-        q_row,
-        q_head,
-        k_batch,
-        k_row,
-        k_head,
-        g_batch,
-        g_row,
-        g_head,
-        o_batch,
-        o_row,
-        o_head,
-        b_batch,
-        b_row,
-    ) = strides
+    q_by, k_by, g_by, o_by = strides[0:3], strides[3:6], strides[6:9], strides[9:12]
+    b_batch, b_row = strides[12:14]
+    q_row, k_row, g_row, o_row = q_by[1], k_by[1], g_by[1], o_by[1]
     GROUP: tl.constexpr = C.HV // C.H
     BLOCKS: tl.constexpr = C.K_PAD // BLOCK_K
     EDGE: tl.constexpr = BLOCK_K if C.K == C.K_PAD else C.K
@@ -292,8 +279,8 @@ def _inputs_kernel(
     to_g = (token * C.HV + h * GROUP)[:, None] * C.K + ck[None, :]
     to_v = (token * C.HV + h * GROUP) * C.V
     if live & (first < length):
-        q += batch * q_batch + start * q_row + h * q_head
-        k += batch * k_batch + start * k_row + h * k_head
+        q = from_head(q, q_by, batch, start, h)
+        k = from_head(k, k_by, batch, start, h)
         q_unit = unit_norm(q, first, length, q_row, C.K, C.K_PAD, C.NORM)
         k_unit = unit_norm(k, first, length, k_row, C.K, C.K_PAD, C.NORM)
         q_wide = (
@@ -310,7 +297,7 @@ def _inputs_kernel(
             number = chunk.to(tl.int64) * C.HV + hv
             to_rate = beta + batch * b_batch + (start + first + i) * b_row + hv
             rate = rate_of(tl.load(to_rate, mask=valid, other=0.0), valid, C.BETA)
-            of_out = d_out + batch * o_batch + start * o_row + hv * o_head
+            of_out = from_head(d_out, o_by, batch, start, hv)
             left_q = tl.zeros([CHUNK, BLOCK_K], tl.float32)
             left_k = tl.zeros([CHUNK, BLOCK_K], tl.float32)
             right_k = tl.zeros([CHUNK, BLOCK_K], tl.float32)
@@ -343,7 +330,7 @@ def _inputs_kernel(
                 tl.store(d_beta + token * C.HV + hv, of_rate, mask=valid)
             z *= rate[None, :] * scale
             m *= -rate[:, None] * rate[None, :]
-            of_g = g + batch * g_batch + start * g_row + hv * g_head
+            of_g = from_head(g, g_by, batch, start, hv)
             speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if C.A else 1.0
             x = gate_input(of_g, dt_bias, hv, first, length, g_row, ck, C.K, EDGE, BLOCK_K, C.BIAS)
             total = tl.cumsum(limited(log_decay(x, speed, lower_bound, C.GATE), valid), 0)
@@ -451,53 +438,40 @@ def _norms_kernel(
     k_batch,
     k_row,
     k_head,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    K_PAD: tl.constexpr,
     ROWS: tl.constexpr,
+    C: tl.constexpr,
 ):
     """dq and dk of some tokens and a head, through the norm."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
-    h = row % H
-    token = row // H
+    h = row % C.H
+    token = row // C.H
     batch = token // T
     token -= batch * T
-    _of_norm(q, d_q, row * K, valid, batch * q_batch + token * q_row + h * q_head, K, K_PAD)
-    _of_norm(k, d_k, row * K, valid, batch * k_batch + token * k_row + h * k_head, K, K_PAD)
+    _of_norm(q, d_q, row * C.K, valid, batch * q_batch + token * q_row + h * q_head, C.K, C.K_PAD)
+    _of_norm(k, d_k, row * C.K, valid, batch * k_batch + token * k_row + h * k_head, C.K, C.K_PAD)
 
 
 @triton.jit(do_not_specialize=["count"])
-def _sums_kernel(
-    A_parts,
-    bias_parts,
-    d_A,
-    d_bias,
-    count,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    K_PAD: tl.constexpr,
-    A: tl.constexpr,
-    BIAS: tl.constexpr,
-):
+def _sums_kernel(A_parts, bias_parts, d_A, d_bias, count, C: tl.constexpr):
     """dA_log and ddt_bias of a head, from the parts of the chunks."""
     hv = tl.program_id(0)
     i = tl.arange(0, CHUNK)
-    c = tl.arange(0, K_PAD)
-    of_A = tl.zeros([CHUNK, K_PAD], tl.float32)
-    of_bias = tl.zeros([CHUNK, K_PAD], tl.float32)
+    c = tl.arange(0, C.K_PAD)
+    of_A = tl.full([CHUNK, C.K_PAD], 0.0, tl.float32)
+    of_bias = tl.full([CHUNK, C.K_PAD], 0.0, tl.float32)
     for first in range(0, count, CHUNK):
-        at = ((first + i).to(tl.int64) * HV + hv)[:, None] * K_PAD + c[None, :]
-        mask = (first + i < count)[:, None] & (c < K)[None, :]
-        if A:
+        at = ((first + i).to(tl.int64) * C.HV + hv)[:, None] * C.K_PAD + c[None, :]
+        mask = (first + i < count)[:, None] & (c < C.K)[None, :]
+        if C.A:
             of_A += tl.load(A_parts + at, mask=mask, other=0.0)
-        if BIAS:
+        if C.BIAS:
             of_bias += tl.load(bias_parts + at, mask=mask, other=0.0)
-    if A:
+    if C.A:
         tl.store(d_A + hv, tl.sum(tl.sum(of_A, 0), 0).to(d_A.dtype.element_ty))
-    if BIAS:
+    if C.BIAS:
         whole = tl.sum(of_bias, 0).to(d_bias.dtype.element_ty)
-        tl.store(d_bias + hv * K + c, whole, mask=c < K)
+        tl.store(d_bias + hv * C.K + c, whole, mask=c < C.K)
 
 
 def backward(
@@ -671,10 +645,8 @@ def backward(
                 B * T * H,
                 *q.stride()[:3],
                 *k.stride()[:3],
-                H=H,
-                K=K,
-                K_PAD=K_PAD,
                 ROWS=_TOKENS,
+                C=x.constants,
                 num_warps=4,
             )
     if A or bias:
@@ -684,11 +656,7 @@ def backward(
             d_A,
             d_bias,
             x.count,
-            HV=HV,
-            K=K,
-            K_PAD=K_PAD,
-            A=A,
-            BIAS=bias,
+            C=x.constants,
             num_warps=4,
         )
     return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias

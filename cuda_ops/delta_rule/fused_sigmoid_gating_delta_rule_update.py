@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...dispatch.common import memory
 from ..common import gpu
-from ..common.chunks import softplus
+from ..common.chunks import from_head, softplus
 from ..common.gpu import INTERPRETED
 from ..common.lengths import span_of, within
 from ..runtime import launches
@@ -142,16 +142,10 @@ def _load_token(q, k, a, b, valid, k_at, K: tl.constexpr, KDA: tl.constexpr):
 
 @triton.jit
 def gates(
-    q_tile,
-    k_tile,
-    a_tile,
-    b_tile,
+    token,
     rate,
     bias,
-    scale,
-    softplus_beta,
-    softplus_threshold,
-    lower_bound,
+    numbers,
     NORM: tl.constexpr,
     BOUNDED: tl.constexpr,
     GIVEN: tl.constexpr,
@@ -159,7 +153,10 @@ def gates(
     VK: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """q, k, the factors they want, their product, the decay (over K or a scalar), and beta."""
+    """Of a token's q, k, a and b: q, k, the factors they want, their product, the decay (over K or
+    a scalar), and beta."""
+    q_tile, k_tile, a_tile, b_tile = token
+    scale, softplus_beta, softplus_threshold, lower_bound, _ = numbers
     q_wide = _wide(q_tile, 0)
     k_wide = _wide(k_tile, 0)
     unit = 1.0
@@ -188,21 +185,16 @@ def gates(
 @triton.jit
 def step(
     stored,
-    q_wide,
-    k_wide,
-    scale,
-    unit,
-    qk,
+    gated,
     v_tile,
-    decay,
-    beta,
     zero,
     VK: tl.constexpr,
     KDA: tl.constexpr,
     TOGETHER: tl.constexpr,
     TWICE: tl.constexpr,
 ):
-    """(state after the token, its output [BLOCK_V])."""
+    """(state after the token, its output [BLOCK_V]); `gated`: what `gates` makes of it."""
+    q_wide, k_wide, scale, unit, qk, decay, beta = gated
     # the norms are taken out of the sums, and so is one decay for all channels: two vectors less
     # in registers, and numbers to multiply with instead
     state = _wide(stored, 0) if TWICE else stored
@@ -348,29 +340,10 @@ def _delta_rule_kernel(
     strides,
     C: tl.constexpr,
 ):
-    scale, softplus_beta, softplus_threshold, lower_bound, epsilon = numbers
-    (
-        q_batch,
-        q_row,
-        q_head,
-        k_batch,
-        k_row,
-        k_head,
-        v_batch,
-        v_row,
-        v_head,
-        a_batch,
-        a_row,
-        a_head,
-        b_batch,
-        b_row,
-        z_batch,
-        z_row,
-        z_head,
-        slot_stride,
-        cache_stride,
-        step_stride,
-    ) = strides
+    epsilon = numbers[4]
+    q_by, k_by, v_by, a_by = strides[0:3], strides[3:6], strides[6:9], strides[9:12]
+    b_batch, b_row, z_batch, z_row, z_head, slot_stride, cache_stride, step_stride = strides[12:20]
+    q_row, k_row, v_row, a_row = q_by[1], k_by[1], v_by[1], a_by[1]
     TILES: tl.constexpr = C.TILES
     NV: tl.constexpr = (C.V + C.BLOCK_V * TILES - 1) // (C.BLOCK_V * TILES)
     program = tl.program_id(0)
@@ -404,10 +377,10 @@ def _delta_rule_kernel(
         first = n_wide * 0
         length = T
         n_batch = n_wide
-    q += n_batch * q_batch + first * q_row + h * q_head
-    k += n_batch * k_batch + first * k_row + h * k_head
-    v += n_batch * v_batch + first * v_row + hv * v_head
-    a += n_batch * a_batch + first * a_row + hv * a_head
+    q = from_head(q, q_by, n_batch, first, h)
+    k = from_head(k, k_by, n_batch, first, h)
+    v = from_head(v, v_by, n_batch, first, hv)
+    a = from_head(a, a_by, n_batch, first, hv)
     b += n_batch * b_batch + first * b_row + hv
     out += ((n_batch * T + first) * C.HV + hv) * C.V
     out_row = C.HV * C.V
@@ -442,25 +415,10 @@ def _delta_rule_kernel(
         parents += n_wide * columns
 
     # the first token's values, which every tile needs, are in flight together with the state
-    q_first, k_first, a_first, b_first = _load_token(q, k, a, b, any_token, k_at, C.K, C.KDA)
+    first_token = _load_token(q, k, a, b, any_token, k_at, C.K, C.KDA)
     if C.ONE:
-        q_wide, k_wide, q_scale, unit, qk, decay, beta = gates(
-            q_first,
-            k_first,
-            a_first,
-            b_first,
-            rate,
-            bias,
-            scale,
-            softplus_beta,
-            softplus_threshold,
-            lower_bound,
-            C.NORM,
-            C.BOUNDED,
-            C.GIVEN,
-            C.NEG,
-            C.VK,
-            TOGETHER,
+        gated = gates(
+            first_token, rate, bias, numbers, C.NORM, C.BOUNDED, C.GIVEN, C.NEG, C.VK, TOGETHER
         )
     for tile in tl.static_range(TILES):
         v_tile = tl.load(v + v_at, mask=any_token & (v_at < C.V), other=0.0)
@@ -474,28 +432,13 @@ def _delta_rule_kernel(
                 column + tile, k_at, kept, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK
             )
         if C.ONE:
-            state, o = step(
-                state,
-                q_wide,
-                k_wide,
-                q_scale,
-                unit,
-                qk,
-                v_tile,
-                decay,
-                beta,
-                zero,
-                C.VK,
-                C.KDA,
-                TOGETHER,
-                C.TWICE,
-            )
+            state, o = step(state, gated, v_tile, zero, C.VK, C.KDA, TOGETHER, C.TWICE)
             tl.store(out + v_at, o.to(out.dtype.element_ty), mask=v_at < C.V)
             if C.CACHE:
                 mask = cache_mask & (steps > 0)
                 tl.store(cache + tile_at, state.to(cache.dtype.element_ty), mask=mask)
         else:
-            q_tile, k_tile, a_tile, b_tile = q_first, k_first, a_first, b_first
+            q_tile, k_tile, a_tile, b_tile = first_token
             # walked, not multiplied with the token, which would take 64 bits
             q_to, k_to, v_to, a_to, b_to, out_to, cache_to = q, k, v, a, b, out, cache
             for t in range(length):
@@ -520,7 +463,7 @@ def _delta_rule_kernel(
                                 at = _parent(parents, at, columns)
                             if at == earlier:
                                 past = tl.cast(earlier, tl.int64)
-                                q_past, k_past, a_past, b_past = _load_token(
+                                past_token = _load_token(
                                     q + past * q_row,
                                     k + past * k_row,
                                     a + past * a_row,
@@ -531,17 +474,11 @@ def _delta_rule_kernel(
                                     C.KDA,
                                 )
                                 v_past = tl.load(v + past * v_row + v_at, v_at < C.V, 0.0)
-                                q_wide, k_wide, q_scale, unit, qk, decay, beta = gates(
-                                    q_past,
-                                    k_past,
-                                    a_past,
-                                    b_past,
+                                gated = gates(
+                                    past_token,
                                     rate,
                                     bias,
-                                    scale,
-                                    softplus_beta,
-                                    softplus_threshold,
-                                    lower_bound,
+                                    numbers,
                                     C.NORM,
                                     C.BOUNDED,
                                     C.GIVEN,
@@ -550,55 +487,13 @@ def _delta_rule_kernel(
                                     True,
                                 )
                                 state, _o = step(
-                                    state,
-                                    q_wide,
-                                    k_wide,
-                                    q_scale,
-                                    unit,
-                                    qk,
-                                    v_past,
-                                    decay,
-                                    beta,
-                                    zero,
-                                    C.VK,
-                                    C.KDA,
-                                    True,
-                                    False,
+                                    state, gated, v_past, zero, C.VK, C.KDA, True, False
                                 )
-                q_wide, k_wide, q_scale, unit, qk, decay, beta = gates(
-                    q_tile,
-                    k_tile,
-                    a_tile,
-                    b_tile,
-                    rate,
-                    bias,
-                    scale,
-                    softplus_beta,
-                    softplus_threshold,
-                    lower_bound,
-                    C.NORM,
-                    C.BOUNDED,
-                    C.GIVEN,
-                    C.NEG,
-                    C.VK,
-                    True,
+                token = (q_tile, k_tile, a_tile, b_tile)
+                gated = gates(
+                    token, rate, bias, numbers, C.NORM, C.BOUNDED, C.GIVEN, C.NEG, C.VK, True
                 )
-                state, o = step(
-                    state,
-                    q_wide,
-                    k_wide,
-                    q_scale,
-                    unit,
-                    qk,
-                    v_tile,
-                    decay,
-                    beta,
-                    zero,
-                    C.VK,
-                    C.KDA,
-                    True,
-                    False,
-                )
+                state, o = step(state, gated, v_tile, zero, C.VK, C.KDA, True, False)
                 tl.store(out_to + v_at, o.to(out.dtype.element_ty), mask=v_at < C.V)
                 out_to += out_row
                 if C.CACHE:

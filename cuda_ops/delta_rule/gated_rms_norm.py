@@ -12,7 +12,7 @@ A program takes BLOCK_R rows of a group.  The floor is x, the gate and out, once
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,17 @@ from ..common.convolution import sigmoid
 from ..runtime import launches
 
 LARGEST = 16384
+
+
+class Constants(NamedTuple):
+    """Of both directions; a tile has BLOCK_R rows of BLOCK_G channels."""
+
+    D: int
+    GROUP: int
+    BEFORE: bool
+    SILU: bool
+    BLOCK_R: int
+    BLOCK_G: int
 
 
 @triton.jit
@@ -53,30 +64,25 @@ def _normalise(
     x_head,
     g_outer,
     g_head,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    BEFORE: tl.constexpr,
-    SILU: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    C: tl.constexpr,
 ):
-    GROUPS: tl.constexpr = D // GROUP
-    first = tl.program_id(0) % GROUPS * GROUP
-    row = tl.program_id(0) // GROUPS * BLOCK_R + tl.arange(0, BLOCK_R)
-    d = tl.arange(0, BLOCK_G)
-    mask = (row < rows)[:, None] & (d < GROUP)[None]
+    GROUPS: tl.constexpr = C.D // C.GROUP
+    first = tl.program_id(0) % GROUPS * C.GROUP
+    row = tl.program_id(0) // GROUPS * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
+    d = tl.arange(0, C.BLOCK_G)
+    mask = (row < rows)[:, None] & (d < C.GROUP)[None]
     d = first + d
     x_at = rows_at(row, heads, x_outer, x_head)[:, None] + d[None]
     g_at = rows_at(row, heads, g_outer, g_head)[:, None] + d[None]
     x_tile = tl.load(x + x_at, mask=mask, other=0.0).to(tl.float32)
-    opened = opening(tl.load(gate + g_at, mask=mask, other=0.0).to(tl.float32), SILU)
-    w = tl.load(weight + d, mask=d < first + GROUP, other=0.0).to(tl.float32)
-    u = x_tile if BEFORE else x_tile * opened
-    scale = 1.0 / tl.sqrt(tl.sum(u * u, 1) / GROUP + epsilon)
+    opened = opening(tl.load(gate + g_at, mask=mask, other=0.0).to(tl.float32), C.SILU)
+    w = tl.load(weight + d, mask=d < first + C.GROUP, other=0.0).to(tl.float32)
+    u = x_tile if C.BEFORE else x_tile * opened
+    scale = 1.0 / tl.sqrt(tl.sum(u * u, 1) / C.GROUP + epsilon)
     normed = u * scale[:, None] * w[None]
-    if BEFORE:
+    if C.BEFORE:
         normed = normed * opened
-    to = out + row.to(tl.int64)[:, None] * D + d[None]
+    to = out + row.to(tl.int64)[:, None] * C.D + d[None]
     tl.store(to, normed.to(out.dtype.element_ty), mask=mask)
 
 
@@ -84,6 +90,10 @@ def tile(group: int, most: int) -> tuple[int, int]:
     """(rows, channels) of a tile of at most `most` numbers."""
     BLOCK_G = triton.next_power_of_2(group)
     return max(1, most // BLOCK_G), BLOCK_G
+
+
+def constants(size: int, group: int, norm_before_gate: bool, activation: str) -> Constants:
+    return Constants(size, group, norm_before_gate, activation != "sigmoid", *tile(group, 2048))
 
 
 def unsupported(x: Tensor, group_size: int | None, **_: Any) -> str | None:
@@ -105,8 +115,8 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
     x, gate = rows_of(x), rows_of(gate)
     rows, heads, size = x.shape[0] * x.shape[1], x.shape[1], x.shape[2]
     group = a["group_size"] or size
-    BLOCK_R, BLOCK_G = tile(group, 2048)
-    launches.kernel(_normalise, triton.cdiv(rows, BLOCK_R) * (size // group))(
+    C = constants(size, group, a["norm_before_gate"], a["activation"])
+    launches.kernel(_normalise, triton.cdiv(rows, C.BLOCK_R) * (size // group))(
         x,
         gate,
         a["weight"],
@@ -116,12 +126,7 @@ def forward(**a: Unpack[Arguments]) -> Tensor:
         a["epsilon"],
         *x.stride()[:2],
         *gate.stride()[:2],
-        D=size,
-        GROUP=group,
-        BEFORE=a["norm_before_gate"],
-        SILU=a["activation"] != "sigmoid",
-        BLOCK_R=BLOCK_R,
-        BLOCK_G=BLOCK_G,
-        num_warps=4 if BLOCK_G <= 4096 else 16,
+        C=C,
+        num_warps=4 if C.BLOCK_G <= 4096 else 16,
     )
     return out

@@ -63,7 +63,7 @@ def _kda_layer_kernel(
     strides,
     C: tl.constexpr,
 ):
-    scale, softplus_beta, softplus_threshold, lower_bound, epsilon = numbers
+    epsilon = numbers[4]
     (
         x_batch,
         w_tap,
@@ -129,40 +129,9 @@ def _kda_layer_kernel(
     b_tile = tl.load(b + n * b_batch + h)
     rate = tl.exp(tl.load(A_log + h).to(tl.float32))
     dt = tl.load(dt_bias + h * C.K + k_at, mask=k_at < C.K, other=0.0).to(tl.float32)
-    q_wide, k_wide, q_scale, unit, qk, decay, beta = gates(
-        q_tile,
-        k_tile,
-        a_tile,
-        b_tile,
-        rate,
-        dt,
-        scale,
-        softplus_beta,
-        softplus_threshold,
-        lower_bound,
-        True,
-        C.BOUNDED,
-        False,
-        C.NEG,
-        C.VK,
-        C.TWICE,
-    )
-    state, o = step(
-        stored,
-        q_wide,
-        k_wide,
-        q_scale,
-        unit,
-        qk,
-        v_tile,
-        decay,
-        beta,
-        slots >> 31,
-        C.VK,
-        True,
-        C.TWICE,
-        C.TWICE,
-    )
+    token = (q_tile, k_tile, a_tile, b_tile)
+    gated = gates(token, rate, dt, numbers, True, C.BOUNDED, False, C.NEG, C.VK, C.TWICE)
+    state, o = step(stored, gated, v_tile, slots >> 31, C.VK, True, C.TWICE, C.TWICE)
     # in front of the stores, which they would wait for
     gate = tl.load(z + n * z_batch + h * z_head + i, mask=on, other=0.0).to(tl.float32)
     w = tl.load(norm_weight + i, mask=on, other=0.0).to(tl.float32)

@@ -21,6 +21,8 @@ A score of -inf is absent.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...dispatch.common import memory
 from ..common import gpu
+from ..common.ordered import MINUS_INF, apart, cuts, float_of, inside, ordered, put, span
 from ..common.topk import BLOCK, EVERY
 from ..runtime import launches
 from .hopper import topk as hopper
@@ -37,40 +40,16 @@ from .hopper import topk_of_short_rows as hopper_short
 __all__ = ["BLOCK", "EVERY", "MOST", "topk"]
 
 MOST = 2 * BLOCK  # the largest K, and the longest row that is selected from directly
-NARROW, FEW = 1024, 64  # a row that one warp holds, and a K of as many maxima
-MINUS_INF = tl.constexpr(-2139095041)  # ordered(-inf); the lowest that is there is one above
-
-
-@triton.jit
-def ordered(x):
-    """int32 whose order is that of the floats."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0: one zero, not two
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _float(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _span(lo, hi):
-    """hi - lo of int32 that may lie 2**32 apart."""
-    return (hi - lo).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _inside(lo, hi, d1, d2):
-    """Two thresholds, neither of which leaves lo .. hi as it is."""
-    d1 = tl.minimum(tl.maximum(d1, lo + 1), hi - 1)
-    return d1, tl.minimum(tl.maximum(d2, d1), hi - 1)
+NARROW, MAXIMA = 1024, 64  # a row that one warp holds, and a K of as many maxima
+FEW = tl.constexpr(MAXIMA)
+STEP = tl.constexpr(BLOCK)  # scores that a program reads at once
 
 
 @triton.jit
 def _first_cuts(lo, hi, k, above, TAIL: tl.constexpr):
     """Of the range of values: thirds; of a TAIL, whose density falls as an exponential, a guess."""
-    low = _float(lo)
-    high = _float(hi - 1)
+    low = float_of(lo)
+    high = float_of(hi - 1)
     if TAIL:
         total = tl.log(above.to(tl.float32))
         guess = (high - low) * (total - tl.log(k.to(tl.float32))) / total
@@ -80,20 +59,7 @@ def _first_cuts(lo, hi, k, above, TAIL: tl.constexpr):
         step = high * 0.33333334 - low * 0.33333334
         one = low + step
         two = high - step
-    return _inside(lo, hi, ordered(one), ordered(two))
-
-
-@triton.jit
-def _cuts(lo, hi, k, above, below, slack, hit):
-    """Around where the k-th lies if the keys are spread evenly; thirds if that just failed."""
-    span = _span(lo, hi).to(tl.float32)
-    near = tl.rsqrt((above - below).to(tl.float32))
-    at = ((above - k).to(tl.float32) - 0.5 * slack.to(tl.float32)) * (near * near)
-    first = tl.where(hit, tl.maximum(at - 0.35 * near, 0.0), 0.33333334)
-    second = tl.where(hit, tl.minimum(at + 0.35 * near, 1.0), 0.6666667)
-    d1 = lo + (first * span).to(tl.uint32).to(tl.int32, bitcast=True)
-    d2 = lo + (second * span).to(tl.uint32).to(tl.int32, bitcast=True)
-    return _inside(lo, hi, d1, d2)
+    return inside(lo, hi, ordered(one), ordered(two))
 
 
 @triton.jit
@@ -127,12 +93,12 @@ def threshold(key, k, slack, lowest, highest, above, TAIL: tl.constexpr):
     hi = highest + 1
     below = above * 0
     hit = above >= 0
-    if (_span(lo, hi) > 1) & (above > k + slack):
+    if (span(lo, hi) > 1) & (above > k + slack):
         d1, d2 = _first_cuts(lo, hi, k, above, TAIL)
         n1, n2 = _count_both(key, d1, d2)
         lo, hi, above, below, hit = _narrow(lo, hi, above, below, d1, d2, n1, n2, k, hit)
-    while (_span(lo, hi) > 1) & (above > k + slack):
-        d1, d2 = _cuts(lo, hi, k, above, below, slack, hit)
+    while (span(lo, hi) > 1) & (above > k + slack):
+        d1, d2 = cuts(lo, hi, k, above, below, slack, hit)
         n1, n2 = _count_both(key, d1, d2)
         lo, hi, above, below, hit = _narrow(lo, hi, above, below, d1, d2, n1, n2, k, hit)
     return lo, above
@@ -166,8 +132,8 @@ def _threshold_of_row(scores, length, k, BLOCK: tl.constexpr):
     above = length
     below = length * 0
     thirds = below < 0
-    while (_span(lo, hi) > 1) & (above > k):
-        d1, d2 = _cuts(lo, hi, k, above, below, below * 0, thirds)
+    while (span(lo, hi) > 1) & (above > k):
+        d1, d2 = cuts(lo, hi, k, above, below, below * 0, thirds)
         n1 = tl.zeros([BLOCK], tl.int32)
         n2 = tl.zeros([BLOCK], tl.int32)
         for i in tl.range(0, length, BLOCK):
@@ -192,13 +158,6 @@ def ranks(x):
 
 
 @triton.jit
-def _store(indices, values, to, pos, key, take, VALUES: tl.constexpr):
-    tl.store(indices + to, pos, mask=take)
-    if VALUES:
-        tl.store(values + to, _float(key).to(values.dtype.element_ty), mask=take)
-
-
-@triton.jit
 def _pad(indices, values, found, k, BLOCK: tl.constexpr, VALUES: tl.constexpr):
     """-1, and 0 for a value, past the entries found."""
     j = tl.arange(0, BLOCK)
@@ -215,7 +174,7 @@ def _take(key, pos, least, reach, k, indices, values, VALUES: tl.constexpr):
     if reach > k:  # of equal ones the first
         tie = (key == least).to(tl.int32)
         take = (key > least) | ((tie > 0) & (ranks(tie) <= k - reach + tl.sum(tie, 0)))
-    _store(indices, values, ranks(take.to(tl.int32)) - 1, pos, key, take, VALUES)
+    put(indices, values, ranks(take.to(tl.int32)) - 1, pos, key, take, VALUES)
 
 
 @triton.jit
@@ -239,7 +198,6 @@ def _few(
     width,
     stride,
     WIDTH: tl.constexpr,
-    FEW: tl.constexpr,
     VALUES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -279,7 +237,7 @@ def _select_row(scores, length, k, indices, values, BLOCK: tl.constexpr, VALUES:
         tie = ((key == least) & (key > MINUS_INF)).to(tl.int32)
         take = (key > least) | ((tie > 0) & (ranks(tie) + ties <= need))
         rank = ranks(take.to(tl.int32))
-        _store(indices, values, taken + rank - 1, i + lane, key, take, VALUES)
+        put(indices, values, taken + rank - 1, i + lane, key, take, VALUES)
         taken += tl.sum(take.to(tl.int32), 0)
         ties += tl.sum(tie, 0)
     return taken
@@ -296,7 +254,7 @@ def _bound(x, drawn, length, k):
     lowest, highest, all_ = survey(key)
     if wanted < all_:
         least, _ = threshold(key, wanted, wanted // 6, lowest, highest, all_, False)
-    return _float(least)
+    return float_of(least)
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -313,7 +271,6 @@ def _collect(
     ROOM: tl.constexpr,
     SAMPLE: tl.constexpr,
     EACH: tl.constexpr,
-    BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -325,11 +282,11 @@ def _collect(
         gdc_launch_dependents()
         gdc_wait()
     length = tl.load(lengths + row)
-    part = (length + CHUNKS * BLOCK - 1) // (CHUNKS * BLOCK) * BLOCK
+    part = (length + CHUNKS * STEP - 1) // (CHUNKS * STEP) * STEP
     lo = chunk * part
     hi = tl.minimum(lo + part, length)
     found = 0
-    if (length > 2 * BLOCK) & (lo < hi):  # shorter rows are selected from directly
+    if (length > 2 * STEP) & (lo < hi):  # shorter rows are selected from directly
         drawn = tl.arange(0, SAMPLE)
         valid = length // EACH
         step = tl.maximum((valid + SAMPLE - 1) // SAMPLE, 1)
@@ -338,13 +295,13 @@ def _collect(
         some = tl.load(sample + drawn * step, mask=drawn < valid, other=float("-inf"))
         scores += row * stride
         candidates += (row * CHUNKS + chunk) * ROOM
-        lane = tl.arange(0, BLOCK)
+        lane = tl.arange(0, STEP)
         ahead = _raw(scores, lo, lane, hi, WHOLE)
         least = _bound(some, valid, length, k)
-        for i in tl.range(lo, hi, BLOCK):
+        for i in tl.range(lo, hi, STEP):
             x = tl.where(i + lane < hi, ahead, float("-inf"))
-            if i + BLOCK < hi:
-                ahead = _raw(scores, i + BLOCK, lane, hi, WHOLE)
+            if i + STEP < hi:
+                ahead = _raw(scores, i + STEP, lane, hi, WHOLE)
             take = x >= least
             rank = ranks(take.to(tl.int32))
             to = rank + found - 1
@@ -352,13 +309,6 @@ def _collect(
             tl.store(candidates + to, both, mask=take & (to < ROOM))
             found += tl.sum(take.to(tl.int32), 0)
     tl.store(counts + row * CHUNKS + chunk, found)
-
-
-@triton.jit
-def _apart(both, valid):
-    """(key, position) of candidates; -inf where there is none."""
-    score = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.where(valid, ordered(score), MINUS_INF), both.to(tl.int32)
 
 
 @triton.jit
@@ -381,7 +331,7 @@ def _select_packed(
     for chunk in tl.static_range(CHUNKS):
         at = tl.where(lane >= before, lane - before + chunk * ROOM, at)
         before += tl.load(counts + chunk)
-    key, pos = _apart(tl.load(candidates + at, mask=lane < total, other=0), lane < total)
+    key, pos = apart(tl.load(candidates + at, mask=lane < total, other=0), lane < total)
     return _select(key, pos, k, indices, values, True, VALUES)
 
 
@@ -403,56 +353,49 @@ def _select_short(scores, length, k, indices, values, BLOCK: tl.constexpr, VALUE
     return found
 
 
+class Constants(NamedTuple):
+    CHUNKS: int
+    ROOM: int
+    LONG: bool
+    VALUES: bool
+    CHAINED: bool
+
+
 @triton.jit(do_not_specialize=["k"])
-def _topk(
-    scores,
-    lengths,
-    candidates,
-    counts,
-    indices,
-    values,
-    k,
-    stride,
-    CHUNKS: tl.constexpr,
-    ROOM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LONG: tl.constexpr,
-    VALUES: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
+def _topk(scores, lengths, candidates, counts, indices, values, k, stride, C: tl.constexpr):
     """The winners of a row.  LONG: _collect ran."""
     row = tl.program_id(0).to(tl.int64)
-    if CHAINED:
+    if C.CHAINED:
         gdc_wait()
     length = tl.load(lengths + row)
     scores += row * stride
     indices += row * k
     values += row * k
-    if LONG:
-        candidates += row * CHUNKS * ROOM
-        counts += row * CHUNKS
-        EACH: tl.constexpr = BLOCK // CHUNKS
-        each = tl.load(counts + tl.arange(0, CHUNKS))
+    if C.LONG:
+        candidates += row * C.CHUNKS * C.ROOM
+        counts += row * C.CHUNKS
+        EACH: tl.constexpr = STEP // C.CHUNKS
+        each = tl.load(counts + tl.arange(0, C.CHUNKS))
         # asked for before it is known whether they are there: 9 us for a row instead of 15
-        lane = tl.arange(0, BLOCK)
-        both = tl.load(candidates + lane // EACH * ROOM + lane % EACH)
+        lane = tl.arange(0, STEP)
+        both = tl.load(candidates + lane // EACH * C.ROOM + lane % EACH)
         valid = lane % EACH < tl.load(counts + lane // EACH)
         total = tl.sum(each, 0)
         most = tl.max(each, 0)
-        if length <= 2 * BLOCK:
-            found = _select_short(scores, length, k, indices, values, BLOCK, VALUES)
+        if length <= 2 * STEP:
+            found = _select_short(scores, length, k, indices, values, STEP, C.VALUES)
         elif (total >= k) & (most <= EACH):
-            key, pos = _apart(both, valid)
-            found = _select(key, pos, k, indices, values, True, VALUES)
-        elif (total >= k) & (most <= ROOM) & (total <= 2 * BLOCK):
+            key, pos = apart(both, valid)
+            found = _select(key, pos, k, indices, values, True, C.VALUES)
+        elif (total >= k) & (most <= C.ROOM) & (total <= 2 * STEP):
             found = _select_packed(
-                candidates, counts, total, k, indices, values, CHUNKS, ROOM, 2 * BLOCK, VALUES
+                candidates, counts, total, k, indices, values, C.CHUNKS, C.ROOM, 2 * STEP, C.VALUES
             )
         else:
-            found = _select_row(scores, length, k, indices, values, BLOCK, VALUES)
+            found = _select_row(scores, length, k, indices, values, STEP, C.VALUES)
     else:
-        found = _select_short(scores, length, k, indices, values, BLOCK, VALUES)
-    _pad(indices, values, found, k, 2 * BLOCK, VALUES)
+        found = _select_short(scores, length, k, indices, values, STEP, C.VALUES)
+    _pad(indices, values, found, k, 2 * STEP, C.VALUES)
 
 
 def topk(
@@ -466,7 +409,7 @@ def topk(
     """indices [rows, k], and values unless empty, of the first lengths[row] scores of each row.
     `sample`: every EVERY-th of the scores, if they are at hand."""
     (rows, width), device = scores.shape, scores.device
-    if width <= NARROW and k <= FEW:
+    if width <= NARROW and k <= MAXIMA:
         chained = gpu.has_chained_launch(device)
         launches.kernel(_few, rows)(
             scores,
@@ -477,7 +420,6 @@ def topk(
             width,
             scores.stride(0),
             WIDTH=max(16, triton.next_power_of_2(width)),
-            FEW=FEW,
             VALUES=values.numel() > 0,
             CHAINED=chained,
             num_warps=1,
@@ -513,7 +455,6 @@ def topk(
             ROOM=room,
             SAMPLE=min(most, triton.next_power_of_2(width // each)),
             EACH=each,
-            BLOCK=BLOCK,
             WHOLE=width % BLOCK == 0 and scores.stride(0) % BLOCK == 0,
             CHAINED=chained,
             num_warps=8 if rows <= 16 else 4,
@@ -528,12 +469,13 @@ def topk(
         values,
         k,
         scores.stride(0),
-        CHUNKS=chunks,
-        ROOM=room,
-        BLOCK=BLOCK,
-        LONG=long,
-        VALUES=values.numel() > 0,
-        CHAINED=chained,
+        C=Constants(
+            CHUNKS=chunks,
+            ROOM=room,
+            LONG=long,
+            VALUES=values.numel() > 0,
+            CHAINED=chained,
+        ),
         num_warps=8,
         **together,
     )

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..indexer.topk import MINUS_INF, ordered, ranks, survey, threshold
+from ..common.ordered import MINUS_INF, ordered
+from ..indexer.topk import ranks, survey, threshold
 from ..runtime import launches
 
 LEAST_SCORE = tl.constexpr(-3.4028234663852886e38)

@@ -15,16 +15,19 @@ from torch import Tensor
 from ..op_spec import UNLIMITED
 from . import quantized
 
+Stage = Callable[..., Any]
+Given = dict[str, Any]  # a stage's arguments, by name
+
 
 class Stages(NamedTuple):
     """A backend's function of each stage; it takes the arguments of the op of that name."""
 
-    mla_prolog: Callable[..., Any]
-    indexer_prolog: Callable[..., Any]
-    lightning_indexer: Callable[..., Any]
-    sparse_flash_attention: Callable[..., Any]
-    quant_lightning_indexer: Callable[..., Any]
-    kv_quant_sparse_flash_attention: Callable[..., Any]
+    mla_prolog: Stage
+    indexer_prolog: Stage
+    lightning_indexer: Stage
+    sparse_flash_attention: Stage
+    quant_lightning_indexer: Stage
+    kv_quant_sparse_flash_attention: Stage
 
 
 def stand_in(x: Tensor, *size: int) -> Tensor:
@@ -35,11 +38,11 @@ def stand_in(x: Tensor, *size: int) -> Tensor:
 
 def of_indexer(
     query: Tensor, weights: Tensor, cache: tuple[Tensor, Tensor | None], **own: Any
-) -> dict[str, Any]:
+) -> Given:
     """The arguments of either indexer: of that for 8 bits where the keys have scales.  Those of its
     queries are in `weights`."""
     key, scales = cache
-    kind: dict[str, Any] = dict(return_value=False)
+    kind: Given = dict(return_value=False)
     if scales is not None:
         kind = dict(
             query_dequant_scale=None,
@@ -105,7 +108,7 @@ class Layer:
         """That cache, as its values."""
         return self.kv_cache.view(quantized.VALUES[self.kv_kind])
 
-    def of_mla_prolog(self) -> dict[str, Any]:
+    def of_mla_prolog(self) -> Given:
         return dict(
             token_x=self.x,
             weight_dq=self.w_dq,
@@ -140,7 +143,7 @@ class Layer:
             scale_format=self.scale_format,
         )
 
-    def of_selected(self, indices: Tensor) -> dict[str, Any]:
+    def of_selected(self, indices: Tensor) -> Given:
         """What the attention takes, on either kind of cache."""
         scale = self.softmax_scale
         if scale is None:
@@ -161,7 +164,7 @@ class Layer:
             sinks=None,
         )
 
-    def of_attention(self, query: Tensor, query_rope: Tensor, indices: Tensor) -> dict[str, Any]:
+    def of_attention(self, query: Tensor, query_rope: Tensor, indices: Tensor) -> Given:
         return dict(
             query=query,
             key=self.kv_cache,
@@ -172,7 +175,7 @@ class Layer:
             **self.of_selected(indices),
         )
 
-    def of_rows(self, query: Tensor, indices: Tensor) -> dict[str, Any]:
+    def of_rows(self, query: Tensor, indices: Tensor) -> Given:
         """`query` is [.., N, R + Dr]."""
         rows = self.rows()
         return dict(
@@ -268,7 +271,7 @@ class Whole(Layer):
     def index_cache(self) -> tuple[Tensor, Tensor | None]:
         return quantized.index_cache(self.index_k_cache, self.index_k_scale_cache, self.index_kind)
 
-    def of_indexer_prolog(self, query_norm: Tensor) -> dict[str, Any]:
+    def of_indexer_prolog(self, query_norm: Tensor) -> Given:
         keys, scales = self.index_cache()
         smooth = self.smooth_scales_cq if self.index_weight_quant_mode in (1, 2) else None
         return dict(
@@ -298,7 +301,7 @@ class Whole(Layer):
             scale_format=self.scale_format,
         )
 
-    def of_indexer(self, query_index: Tensor, weights: Tensor) -> dict[str, Any]:
+    def of_indexer(self, query_index: Tensor, weights: Tensor) -> Given:
         """Of either indexer."""
         return of_indexer(
             query_index,

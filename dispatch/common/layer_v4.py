@@ -8,28 +8,27 @@ Index queries for keys of 8 bits are transformed where they are quantized: round
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from . import compressed, nz, quantized
-from .layer import of_indexer, stand_in
+from .layer import Given, Stage, of_indexer, stand_in
 
 
 class Stages(NamedTuple):
     """A backend's function of each stage; it takes the arguments of the op of that name."""
 
-    sharedkv_prolog: Callable[..., Any]
-    compressor: Callable[..., Any]
-    quantize_index_query: Callable[..., Any]
-    lightning_indexer: Callable[..., Any]
-    quant_lightning_indexer: Callable[..., Any]
-    sparse_attn_sharedkv: Callable[..., Any]
-    kv_quant_sparse_attn_sharedkv: Callable[..., Any]
-    grouped_o_proj: Callable[..., Any]
-    turned_back: Callable[..., Any]
+    sharedkv_prolog: Stage
+    compressor: Stage
+    quantize_index_query: Stage
+    lightning_indexer: Stage
+    quant_lightning_indexer: Stage
+    sparse_attn_sharedkv: Stage
+    kv_quant_sparse_attn_sharedkv: Stage
+    grouped_o_proj: Stage
+    turned_back: Stage
     """Of attn_out, rope_sin, rope_cos: what the output projection multiplies."""
 
 
@@ -100,7 +99,7 @@ class Layer:
         """The index keys are of 8 bits."""
         return self.index_kind != "none"
 
-    def of_prolog(self) -> dict[str, Any]:
+    def of_prolog(self) -> Given:
         return dict(
             token_x=self.x,
             w_dq=self.w_dq,
@@ -128,7 +127,7 @@ class Layer:
             dequant_scale_w_idx_qb=self.dequant_scale_w_idx_qb,
         )
 
-    def _of_compressor(self, start: Tensor, **own: Any) -> dict[str, Any]:
+    def _of_compressor(self, start: Tensor, **own: Any) -> Given:
         return own | dict(
             x=self.x,
             rope_sin=self.cmp_sin,
@@ -152,7 +151,7 @@ class Layer:
             coff=own["wkv"].shape[0] // own["norm_weight"].shape[0],
         )
 
-    def of_entries(self, start: Tensor) -> dict[str, Any]:
+    def of_entries(self, start: Tensor) -> Given:
         return self._of_compressor(
             start,
             wkv=self.w_cmp_kv,
@@ -166,7 +165,7 @@ class Layer:
             hadamard=False,
         )
 
-    def of_index_keys(self, start: Tensor) -> dict[str, Any]:
+    def of_index_keys(self, start: Tensor) -> Given:
         return self._of_compressor(
             start,
             wkv=self.w_idx_kv,
@@ -180,7 +179,7 @@ class Layer:
             hadamard=self.index_hadamard,
         )
 
-    def of_quantization(self, query_index: Tensor, weights: Tensor) -> dict[str, Any]:
+    def of_quantization(self, query_index: Tensor, weights: Tensor) -> Given:
         return dict(
             q=query_index,
             weights=weights,
@@ -191,7 +190,7 @@ class Layer:
             hadamard_round=self.hadamard_round,
         )
 
-    def of_indexer(self, query_index: Tensor, weights: Tensor) -> dict[str, Any]:
+    def of_indexer(self, query_index: Tensor, weights: Tensor) -> Given:
         """Of either indexer."""
         assert self.idx_k is not None
         return of_indexer(
@@ -205,7 +204,7 @@ class Layer:
             cmp_ratio=self.cmp_ratio,
         )
 
-    def of_attention(self, query: Tensor, indices: Tensor | None) -> dict[str, Any]:
+    def of_attention(self, query: Tensor, indices: Tensor | None) -> Given:
         """Over either kind of rows."""
         own = dict(kv_quant_mode=1, tile_size=quantized.V4_TILE, rope_head_dim=quantized.ROTARY)
         return (own if self.kv_quantized else {}) | dict(
@@ -237,7 +236,7 @@ class Layer:
             cmp_topk_length=None,
         )
 
-    def of_output(self, out: Tensor) -> dict[str, Any]:
+    def of_output(self, out: Tensor) -> Given:
         return dict(
             attn_out=out,
             w_o_a=self.w_o_a,
@@ -258,9 +257,7 @@ class Layer:
         """The first reason of a stage; of what is between them only shape and dtype matter."""
         heads = nz.columns_of(self.w_uq, self.weight_format) // self.gamma_kv.shape[0]
         query = stand_in(self.x, heads, self.gamma_kv.shape[0])
-        asked: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-            (reasons.sharedkv_prolog, self.of_prolog())
-        ]
+        asked: list[tuple[Stage, Given]] = [(reasons.sharedkv_prolog, self.of_prolog())]
         indices = None
         if self.cmp_kv is not None:
             asked.append((reasons.compressor, self.of_entries(self.act_seqs)))
@@ -288,7 +285,7 @@ class Layer:
                 return reason
         return None
 
-    def attention(self, stages: Stages) -> Callable[..., Any]:
+    def attention(self, stages: Stages) -> Stage:
         if self.kv_quantized:
             return stages.kv_quant_sparse_attn_sharedkv
         return stages.sparse_attn_sharedkv
@@ -300,6 +297,10 @@ class Layer:
             self.compress(stages)
             if self.idx_k is not None:
                 indices = self.selected(stages, query_index, weights)
+        return self.attended(stages, query, indices)
+
+    def attended(self, stages: Stages, query: Tensor, indices: Tensor | None) -> Tensor:
+        """The attention and what follows it."""
         out = self.attention(stages)(**self.of_attention(query, indices))[0]
         last, given = self.output(stages, out)
         done: Tensor = last(**given)
@@ -322,7 +323,7 @@ class Layer:
             indices = stages.lightning_indexer(**self.of_indexer(query_index, weights))[0]
         return indices
 
-    def output(self, stages: Stages, out: Tensor) -> tuple[Callable[..., Any], dict[str, Any]]:
+    def output(self, stages: Stages, out: Tensor) -> tuple[Stage, Given]:
         """The last stage, and what it takes."""
         if self.w_o_a is None:
             return stages.turned_back, dict(attn_out=out, rope_sin=self.sin, rope_cos=self.cos)

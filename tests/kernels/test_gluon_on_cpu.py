@@ -36,10 +36,12 @@ if INTERPRETED:
 from custom.cuda_ops.attention import fused_attention, fused_attention_backward
 from custom.cuda_ops.common import (
     attention_tiles,
+    combine,
     gluon_names,
     handover,
     lengths,
     loss,
+    ordered,
     quantize,
     rows,
     scatter,
@@ -134,6 +136,7 @@ def few(monkeypatch):
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
     stand_in(
         monkeypatch,
+        combine,
         rows,
         selection,
         sparse_flash_attention,
@@ -251,6 +254,7 @@ def indexed(monkeypatch):
     monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
     stand_in(
         monkeypatch,
+        ordered,
         rows,
         hopper.rows,
         hopper.tma,
@@ -348,7 +352,7 @@ def of_loss(heads: int, size: int, S: int, S2: int, K: int, lse: bool) -> dict:
 )
 def test_loss_of_narrow_keys(heads, size, lse, monkeypatch):
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
-    stand_in(monkeypatch, loss, indexer_loss, hopper.indexer_loss_hdim256)
+    stand_in(monkeypatch, loss, indexer_loss, hopper.rows, hopper.indexer_loss_hdim256)
     calls = counted(monkeypatch, hopper.indexer_loss_hdim256)
     given = of_loss(heads, size, 3, 150, 130, lse)
     got = indexer_loss.forward(**given)
@@ -431,6 +435,7 @@ def prologs(monkeypatch):
     modules = [
         handover,
         hopper.absorption,
+        hopper.barriers,
         hopper.fused_gemm,
         hopper.query_heads,
         hopper.query_stage,
@@ -884,7 +889,7 @@ def test_attention_whose_output_tma_cannot_store(size, kernel, few_processors, m
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n, k", [(16, 20), (300, 30), (7000, 50), (20000, 2048), (65536, 2048)])
 def test_topk(n, k, kind, monkeypatch):
-    stand_in(monkeypatch, hopper.selection, hopper.topk)
+    stand_in(monkeypatch, ordered, hopper.selection, hopper.topk)
     scores, lengths = scores_of(kind, n), torch.tensor([n, n - 7, 13], dtype=torch.int32)
     indices = torch.full((3, k), -9, dtype=torch.int32)
     values = torch.full((3, k), torch.nan)
@@ -897,7 +902,7 @@ def test_topk(n, k, kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("copies, n, k", [(1, 12288, 512), (7, 9000, 50), (22, 4096, 30)])
 def test_topk_of_short_rows(copies, n, k, kind, monkeypatch):
-    stand_in(monkeypatch, hopper.selection, hopper.topk_of_short_rows)
+    stand_in(monkeypatch, ordered, hopper.selection, hopper.topk_of_short_rows)
     scores = scores_of(kind, n).repeat(copies, 1)
     lengths = torch.tensor([n, n - 7, 13], dtype=torch.int32).repeat(copies)
     indices = torch.full((3 * copies, k), -9, dtype=torch.int32)

@@ -51,7 +51,7 @@ from ...common.attention_tiles import (
     width_of,
 )
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from ...common.hopper.tma import at, describe, describe_row
+from ...common.hopper.tma import at, describe, describe_row, load_box, store_box
 from ...common.log2 import LOG2E
 from ...runtime import launches
 from ...runtime.private_triton import builtin, ir
@@ -499,8 +499,8 @@ def _consumer(
         fence_async_shared()
         barrier()
         where = at(batch, kv_head, first_k, keys, tile * C.BLOCK_N, C.VARLEN)
-        tma_store(gk_desc, where, reinterpret(k, k.dtype, gk_desc.block_shape, gk_desc.layout))
-        tma_store(gv_desc, where, reinterpret(v, v.dtype, gv_desc.block_shape, gv_desc.layout))
+        store_box(gk_desc, where, k)
+        store_box(gv_desc, where, v)
         tma.store_wait(0)
 
 
@@ -770,8 +770,8 @@ def _wide_consumer(
         fence_async_shared()
         barrier()
         where = at(batch, kv_head, first_k, keys, tile * 64, C.VARLEN)
-        tma_store(gk_desc, where, reinterpret(k, k.dtype, gk_desc.block_shape, gk_desc.layout))
-        tma_store(gv_desc, where, reinterpret(v, v.dtype, gv_desc.block_shape, gv_desc.layout))
+        store_box(gk_desc, where, k)
+        store_box(gv_desc, where, v)
         tma.store_wait(0)
 
 
@@ -805,8 +805,8 @@ def _producer(
         low, top, _, _ = _blocks_of(tile, keys, rows, window, C)
         where = at(batch, kv_head, first_k, keys, tile * C.BLOCK_N, C.VARLEN)
         mbarrier.expect(kv_full, C.BLOCK_N * (C.D + C.V) * 2)
-        tma_load(k_desc, where, kv_full, reinterpret(k, k.dtype, k_desc.block_shape, k_desc.layout))
-        tma_load(v_desc, where, kv_full, reinterpret(v, v.dtype, v_desc.block_shape, v_desc.layout))
+        load_box(k_desc, where, kv_full, k)
+        load_box(v_desc, where, kv_full, v)
         place = _padded_first(first_q, piece)
         count = 0
         for member in range(C.GROUP):
@@ -818,19 +818,9 @@ def _producer(
                 phase = ((count // C.STAGES) & 1) ^ 1
                 mbarrier.wait(empty.index(stage), phase)
                 mbarrier.expect(full.index(stage), C.BLOCK_M * (C.D + C.V) * 2 + C.BLOCK_M * 8)
-                tma_load(
-                    q_desc,
-                    where,
-                    full.index(stage),
-                    reinterpret(q.index(stage), q.dtype, q_desc.block_shape, q_desc.layout),
-                )
+                load_box(q_desc, where, full.index(stage), q.index(stage))
                 tma_load(lse_desc, [row + block * C.BLOCK_M], full.index(stage), lse.index(stage))
-                tma_load(
-                    g_desc,
-                    where,
-                    full.index(stage),
-                    reinterpret(g.index(stage), g.dtype, g_desc.block_shape, g_desc.layout),
-                )
+                load_box(g_desc, where, full.index(stage), g.index(stage))
                 tma_load(
                     delta_desc, [row + block * C.BLOCK_M], full.index(stage), delta.index(stage)
                 )

@@ -50,12 +50,12 @@ from ...sparse_attention.hopper.mla_consumers import (
     WEIGHED,
     WIDE,
     arrive,
-    even_step,
     nothing_seen,
-    odd_step,
     products,
+    step_of,
     tiles_of,
     total,
+    weigh,
 )
 
 NOWHERE = gl.constexpr(2**31 - 1)  # the place of a key that no row sees
@@ -296,12 +296,7 @@ def _score_and_multiply(
     tile = t & 1
     s = _scores(tiles, low, high, (t >> 1) & 1, tile, t >> 30, tile, C)
     new = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
-    p = gl.exp2(s * scale_log2 - new[:, None])
-    rope.index(tile).store(p.to(rope.dtype))
-    tiles.exchange.index(tile).store(new)
-    fence_async_shared()
-    arrive(bars, WEIGHED + tile)
-    mbarrier.arrive(bars.index(QUERY_FREE), count=1, pred=last)
+    p = weigh(s, new, scale_log2, tiles, tile, last, tile)
     weights = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
     values = tiles.left.index(tile)
     acc, factor = _multiplied(acc, weights, values, row_max, new, bars, LEFT_FREE + tile)
@@ -468,14 +463,9 @@ def _consumer(tiles, count, window, scale_log2, to, C: gl.constexpr, NUMBER: gl.
                 zero = step >> 30
                 phase = t & 1
                 s = _scores(tiles, low, high, phase, NUMBER + zero, zero, NUMBER, C)
-                if NUMBER == 0:
-                    row_max, row_sum, acc = even_step(
-                        s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps
-                    )
-                else:
-                    row_max, row_sum, acc = odd_step(
-                        s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps
-                    )
+                row_max, row_sum, acc = step_of(
+                    NUMBER, s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps
+                )
                 t += 1
         if steps > 0:
             if C.ALONE:

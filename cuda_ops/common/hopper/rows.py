@@ -6,9 +6,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from .. import packed, rows
+from ..gluon_names import cp_async
 from ..selection import physical_slots, slot_of
+from .layouts import GATHER
 
 
 @gluon.jit
@@ -17,15 +20,9 @@ def request_of(row, of, LAYOUT: gl.constexpr, LINE: gl.constexpr):
     if LAYOUT.Q_TND:
         r = gl.arange(0, LAYOUT.REQUESTS, layout=LINE)
         ends = rows.within(gl.load(of.seqlens_q + r, mask=r < of.requests, other=0), of.tokens)
-        before = (r < of.requests) & (ends <= row)
-        request = gl.sum(before.to(gl.int32), 0)
-        first = gl.max(gl.where(before, ends, 0), 0)
-        stop = gl.min(gl.where((r < of.requests) & (ends > row), ends, of.tokens), 0)
+        return rows.between(row, r < of.requests, ends, of)
     else:
-        request = (row // of.tokens).to(gl.int32)
-        first = request * of.tokens
-        stop = first + of.tokens
-    return request, first, stop
+        return rows.of_batch(row, of)
 
 
 @gluon.jit
@@ -46,6 +43,19 @@ def slots(
         index, entry, kv_len, request, start, of, SPARSE_BLOCK, LAYOUT
     )
     return slot_of(outer, inner, valid, of.max_kv_len, LAYOUT)
+
+
+@gluon.jit
+def gather_rows(base, step, places, tile, D: gl.constexpr, ABSENT: gl.constexpr):
+    """Ask for rows of D numbers; where there is none for a 0, or if not ABSENT for the first."""
+    place = places.load(gl.SliceLayout(1, GATHER))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, GATHER))
+    at = gl.maximum(place, 0).to(gl.int64) * step
+    if ABSENT:
+        cp_async(tile, (base + at)[:, None] + d[None, :], mask=(place >= 0)[:, None])
+    else:
+        cp_async(tile, (base + at)[:, None] + d[None, :])
+    async_copy.commit_group()
 
 
 @gluon.jit

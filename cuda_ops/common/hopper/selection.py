@@ -12,7 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-MINUS_INF = gl.constexpr(-2139095041)  # ordered(-inf); the lowest that is there is one above
+from ..ordered import MINUS_INF, cuts, float_of, inside, ordered, put, span
 
 
 @gluon.constexpr_function
@@ -24,18 +24,6 @@ def tiled(size, warps):
 @gluon.jit
 def plus(a, b):
     return a + b
-
-
-@gluon.jit
-def ordered(x):
-    """int32 whose order is that of the floats."""
-    bits = (x + 0.0).to(gl.int32, bitcast=True)  # + 0.0: one zero, not two
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@gluon.jit
-def _float(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -93,35 +81,15 @@ def ranks(x):
 
 
 @gluon.jit
-def _inside(lo, hi, d1, d2):
-    """Two thresholds, neither of which leaves lo .. hi as it is."""
-    d1 = gl.minimum(gl.maximum(d1, lo + 1), hi - 1)
-    return d1, gl.minimum(gl.maximum(d2, d1), hi - 1)
-
-
-@gluon.jit
 def _first_cuts(lo, hi, k, above, tail):
     """Of the range of values: thirds; of a tail, whose density falls as an exponential, a guess."""
-    low, high = _float(lo), _float(hi - 1)
+    low, high = float_of(lo), float_of(hi - 1)
     step = high * 0.33333334 - low * 0.33333334
     guess = (high - low) * gl.log(above.to(gl.float32) / k.to(gl.float32))
     guess = guess / gl.log(above.to(gl.float32))
     first = gl.where(tail, low + 0.75 * guess, low + step)
     second = gl.where(tail, low + 1.6 * guess, high - step)
-    return _inside(lo, hi, ordered(first), ordered(second))
-
-
-@gluon.jit
-def _cuts(lo, hi, k, above, below, slack, hit):
-    """Around where the k-th lies if the keys are spread evenly; thirds if that just failed."""
-    span = (hi - lo).to(gl.uint32, bitcast=True).to(gl.float32)
-    near = gl.rsqrt((above - below).to(gl.float32))
-    at = ((above - k).to(gl.float32) - 0.5 * slack.to(gl.float32)) * (near * near)
-    first = gl.where(hit, gl.maximum(at - 0.35 * near, 0.0), 0.33333334)
-    second = gl.where(hit, gl.minimum(at + 0.35 * near, 1.0), 0.6666667)
-    d1 = lo + (first * span).to(gl.uint32).to(gl.int32, bitcast=True)
-    d2 = lo + (second * span).to(gl.uint32).to(gl.int32, bitcast=True)
-    return _inside(lo, hi, d1, d2)
+    return inside(lo, hi, ordered(first), ordered(second))
 
 
 @gluon.jit
@@ -153,12 +121,12 @@ def _threshold(key, k, slack, lowest, highest, above, tail):
     lo, hi = lowest, highest + 1
     below = above * 0
     hit = above >= 0
-    if ((hi - lo).to(gl.uint32, bitcast=True) > 1) & (above > k + slack):
+    if (span(lo, hi) > 1) & (above > k + slack):
         d1, d2 = _first_cuts(lo, hi, k, above, tail)
         n1, n2 = _count_both(key, d1, d2)
         lo, hi, above, below, hit = _narrow(lo, hi, above, below, d1, d2, n1, n2, k, hit)
-    while ((hi - lo).to(gl.uint32, bitcast=True) > 1) & (above > k + slack):
-        d1, d2 = _cuts(lo, hi, k, above, below, slack, hit)
+    while (span(lo, hi) > 1) & (above > k + slack):
+        d1, d2 = cuts(lo, hi, k, above, below, slack, hit)
         n1, n2 = _count_both(key, d1, d2)
         lo, hi, above, below, hit = _narrow(lo, hi, above, below, d1, d2, n1, n2, k, hit)
     return lo, above
@@ -181,8 +149,8 @@ def _threshold_of_row(scores, length, k, BLOCK: gl.constexpr):
     hi = length * 0 + 2147483647
     above = length
     below = length * 0
-    while ((hi - lo).to(gl.uint32, bitcast=True) > 1) & (above > k):
-        d1, d2 = _cuts(lo, hi, k, above, below, below * 0, below < 0)
+    while (span(lo, hi) > 1) & (above > k):
+        d1, d2 = cuts(lo, hi, k, above, below, below * 0, below < 0)
         n1 = lane * 0
         n2 = lane * 0
         for i in range(0, length, BLOCK):
@@ -193,13 +161,6 @@ def _threshold_of_row(scores, length, k, BLOCK: gl.constexpr):
             lo, hi, above, below, d1, d2, _count(n1), _count(n2), k, below < 0
         )
     return lo
-
-
-@gluon.jit
-def _store(indices, values, to, pos, key, take, VALUES: gl.constexpr):
-    gl.store(indices + to, pos, mask=take)
-    if VALUES:
-        gl.store(values + to, _float(key).to(values.dtype.element_ty), mask=take)
 
 
 @gluon.jit
@@ -216,7 +177,7 @@ def select(key, pos, k, indices, values, tail, VALUES: gl.constexpr):
             rank, ties = ranks(tie)
             take = gl.where((key > least) | ((tie > 0) & (rank <= k - reach + ties)), 1, 0)
         to, _ = ranks(take)
-        _store(indices, values, to - 1, pos, key, take > 0, VALUES)
+        put(indices, values, to - 1, pos, key, take > 0, VALUES)
     return k
 
 
@@ -237,7 +198,7 @@ def select_row(scores, length, k, indices, values, BLOCK: gl.constexpr, VALUES: 
         rank, ties = ranks(tie)
         take = gl.where((key > least) | ((tie > 0) & (rank + before <= need)), 1, 0)
         to, more = ranks(take)
-        _store(indices, values, taken + to - 1, i + lane, key, take > 0, VALUES)
+        put(indices, values, taken + to - 1, i + lane, key, take > 0, VALUES)
         taken += more
         before += ties
     return taken
@@ -254,11 +215,4 @@ def bound(x, drawn, length, k):
     lowest, highest, all_ = _survey(key)
     if wanted < all_:
         least, _ = _threshold(key, wanted, wanted // 6, lowest, highest, all_, False)
-    return _float(least)
-
-
-@gluon.jit
-def apart(both, valid):
-    """(key, position) of candidates; -inf where there is none."""
-    score = (both >> 32).to(gl.int32).to(gl.float32, bitcast=True)
-    return gl.where(valid, ordered(score), MINUS_INF), both.to(gl.int32)
+    return float_of(least)

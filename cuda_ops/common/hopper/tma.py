@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..attention_tiles import strides
-from ..gluon_names import barrier
+from ..gluon_names import barrier, reinterpret, tma_load, tma_store
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 _FAR = 1 << 30
@@ -70,6 +70,17 @@ def describe_row(tensor: Tensor, count: int) -> TensorDescriptor:
     """Blocks of `count` numbers of a contiguous float32 tensor."""
     layout = _layout(0, 32, 1)
     return TensorDescriptor(tensor, [tensor.numel()], [1], [count], layout)
+
+
+@gluon.jit
+def load_box(box, where, bar, tile):
+    """Ask for a block of what is described, into a tile of as many numbers in another shape."""
+    tma_load(box, where, bar, reinterpret(tile, box.dtype, box.block_shape, box.layout))
+
+
+@gluon.jit
+def store_box(box, where, tile):
+    tma_store(box, where, reinterpret(tile, box.dtype, box.block_shape, box.layout))
 
 
 @gluon.jit

@@ -129,10 +129,7 @@ def _attend(
             base = cmp
             outer_step = cmp_o
             inner_step = cmp_i
-    outer, inner, valid = sharedkv.keys_of(
-        entry,
-        is_near,
-        note,
+    named = sharedkv.Named(
         sharedkv.of_row(ori_index, row, ori_index_row),
         sharedkv.of_row(cmp_index, row, cmp_index_row),
         sharedkv.of_row(ori_table, note.request, ori_table_row),
@@ -141,8 +138,8 @@ def _attend(
         extents[7],
         extents[8],
         extents[9],
-        P,
     )
+    outer, inner, valid = sharedkv.keys_of(entry, is_near, note, named, P)
     places.store(gl.where(valid, outer * outer_step + inner * inner_step, -1).to(gl.int32))
     if PACKED:
         page = gl.where(is_near, ori_page, cmp_page)
@@ -155,20 +152,8 @@ def _attend(
     else:
         ask(base, places.load(gl.SliceLayout(1, GATHER)), UNIT, left, right, GATHER)
     tiles = Tiles(queries, queries, left, right, left, places)
-    part(
-        tiles,
-        scale_log2,
-        partial,
-        partial_max,
-        partial_sum,
-        row,
-        split,
-        head,
-        HEADS,
-        SPLITS,
-        0,
-        WARPS,
-    )
+    parts = (partial, partial_max, partial_sum)
+    part(tiles, scale_log2, parts, row, split, head, HEADS, SPLITS, 0, WARPS)
 
 
 def _splits(keys: sharedkv.Keys, tile: int) -> int:

@@ -18,6 +18,8 @@ zeros, and are not written.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -32,15 +34,38 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ....dispatch.common import memory
 from ...common import gpu
-from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from ...common.hopper.tma import aligned, at, describe, describe_matrix, describe_row
+from ...common.gluon_names import barrier, tma_load
+from ...common.hopper.barriers import in_turn
+from ...common.hopper.tma import (
+    aligned,
+    at,
+    describe,
+    describe_matrix,
+    describe_row,
+    load_box,
+    store_box,
+)
 from ...common.tiling import cdiv, power_of_two
 from ...runtime import launches
-from .chunks import CHUNK, columns_at, lengths_of, ring, tokens_of, triangles
+from .chunks import CHUNK, columns_at, lengths_of, tokens_of, triangles
 
 # H200, 2026-11, N 16, Nv 32, Dk = Dv = 128, bfloat16, 4096 tokens: of 134 us the walk takes 77, and
 # with two stages 84
 _STAGES = 3
+
+
+class Walk(NamedTuple):
+    """Places of chunks in shared memory, and their barriers."""
+
+    q: Any
+    k: Any
+    v: Any
+    t: Any
+    p: Any
+    grown: Any
+    left: Any
+    full: Any
+    empty: Any
 
 
 @gluon.jit
@@ -51,21 +76,13 @@ def _put(o, place, o_desc, where):
     place.permute((1, 0)).store(o.to(place.dtype))
     fence_async_shared()
     barrier()
-    tma_store(o_desc, where, reinterpret(place, place.dtype, o_desc.block_shape, o_desc.layout))
+    store_box(o_desc, where, place)
 
 
 @gluon.jit
 def _consumer(
-    q,
-    k,
-    v,
-    t,
-    p,
-    grown,
-    left,
+    shared,
     o,
-    full,
-    empty,
     o_desc,
     grown_from,
     initial,
@@ -85,6 +102,7 @@ def _consumer(
     STAGES: gl.constexpr,
     INITIAL: gl.constexpr,
 ):
+    q, k, v, t, p, grown, left, full, empty = shared
     MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
@@ -156,22 +174,8 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    q,
-    k,
-    v,
-    t,
-    p,
-    grown,
-    left,
-    full,
-    empty,
-    q_desc,
-    k_desc,
-    v_desc,
-    t_desc,
-    p_desc,
-    grown_desc,
-    left_desc,
+    shared,
+    described,
     start,
     length,
     first_chunk,
@@ -183,36 +187,22 @@ def _producer(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    dtype: gl.constexpr = k.dtype
+    q, k, v, t, p, grown, left, full, empty = shared
+    q_desc, k_desc, v_desc, t_desc, p_desc, grown_desc, left_desc = described
     for c in range((length + 63) // 64):
         stage = c % STAGES
         ready = full.index(stage)
         mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
         mbarrier.expect(ready, 64 * DK * 4 + 3 * 64 * 64 * 2 + 2 * 64 * 4)
         where = at(0, hv // GROUP, start, length, c * 64, True)
-        tma_load(
-            k_desc,
-            where,
-            ready,
-            reinterpret(k.index(stage), dtype, k_desc.block_shape, k_desc.layout),
-        )
+        load_box(k_desc, where, ready, k.index(stage))
         of_value = columns_at(hv, start, length, c * 64, block)
-        tma_load(
-            v_desc,
-            of_value,
-            ready,
-            reinterpret(v.index(stage), dtype, v_desc.block_shape, v_desc.layout),
-        )
+        load_box(v_desc, of_value, ready, v.index(stage))
         tile = ((first_chunk + c) * NV + hv) * 64
         tma_load(grown_desc, [tile], ready, grown.index(stage))
         tma_load(left_desc, [tile], ready, left.index(stage))
         tma_load(t_desc, [tile, 0], ready, t.index(stage))
-        tma_load(
-            q_desc,
-            where,
-            ready,
-            reinterpret(q.index(stage), dtype, q_desc.block_shape, q_desc.layout),
-        )
+        load_box(q_desc, where, ready, q.index(stage))
         tma_load(p_desc, [tile, 0], ready, p.index(stage))
 
 
@@ -271,22 +261,16 @@ def _walk(
     o = gl.allocate_shared_memory(dtype, [64, 64], TILE)
     grown_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], grown_desc.layout)
     left_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], left_desc.layout)
-    full, empty = ring(STAGES)
+    full, empty = in_turn(STAGES, 1)
+    shared = Walk(q, k, v, t, p, grown_tile, left_tile, full, empty)
+    described = (q_desc, k_desc, v_desc, t_desc, p_desc, grown_desc, left_desc)
     gl.warp_specialize(
         [
             (
                 _consumer,
                 (
-                    q,
-                    k,
-                    v,
-                    t,
-                    p,
-                    grown_tile,
-                    left_tile,
+                    shared,
                     o,
-                    full,
-                    empty,
                     o_desc,
                     grown,
                     initial,
@@ -310,22 +294,8 @@ def _walk(
             (
                 _producer,
                 (
-                    q,
-                    k,
-                    v,
-                    t,
-                    p,
-                    grown_tile,
-                    left_tile,
-                    full,
-                    empty,
-                    q_desc,
-                    k_desc,
-                    v_desc,
-                    t_desc,
-                    p_desc,
-                    grown_desc,
-                    left_desc,
+                    shared,
+                    described,
                     start,
                     length,
                     first_chunk,

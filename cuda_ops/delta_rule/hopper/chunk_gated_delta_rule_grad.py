@@ -35,7 +35,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ....dispatch.common import memory
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from ...common.hopper.tma import aligned, at, describe, describe_matrix, describe_row, forget
+from ...common.hopper.barriers import in_turn
+from ...common.hopper.tma import (
+    aligned,
+    at,
+    describe,
+    describe_matrix,
+    describe_row,
+    forget,
+    load_box,
+    store_box,
+)
 from ...runtime import launches
 from . import chunk_gated_delta_rule as forward
 from .chunks import (
@@ -47,7 +57,6 @@ from .chunks import (
     fading_of,
     lengths_of,
     rate_of,
-    ring,
     tokens_of,
     triangles,
 )
@@ -130,7 +139,7 @@ def _put(state, to_state, state_desc, row, x, to_x, x_desc, where):
     fence_async_shared()
     barrier()
     tma_store(state_desc, [row, 0], to_state)
-    tma_store(x_desc, where, reinterpret(to_x, to_x.dtype, x_desc.block_shape, x_desc.layout))
+    store_box(x_desc, where, to_x)
 
 
 @gluon.jit
@@ -206,7 +215,7 @@ def _over_states(
         shared.to_x.permute((1, 0)).store(n_half)
         fence_async_shared()
         barrier()
-        tma_store(n_desc, where, reinterpret(shared.to_x, dtype, n_desc.block_shape, n_desc.layout))
+        store_box(n_desc, where, shared.to_x)
     tma.store_wait(0)
 
 
@@ -288,7 +297,7 @@ def _over_gradients(
         fence_async_shared()
         barrier()
         where = columns_at(hv, start, length, 0, block)
-        tma_store(r_desc, where, reinterpret(shared.to_x, dtype, r_desc.block_shape, r_desc.layout))
+        store_box(r_desc, where, shared.to_x)
     if C.INITIAL:
         gl.store(d_initial + whole_at, grad.to(d_initial.dtype.element_ty))
     tma.store_wait(0)
@@ -377,7 +386,6 @@ def _producer(
 ):
     q, k, v, t, p = shared.q, shared.k, shared.v, shared.t, shared.p
     full, empty = shared.full, shared.empty
-    dtype: gl.constexpr = k.dtype
     chunks = (length + 63) // 64
     for step in range(chunks):
         c = gl.where(back == 0, step, chunks - 1 - step)
@@ -387,7 +395,7 @@ def _producer(
         where = at(0, hv // C.GROUP, start, length, c * 64, True)
         of_value = columns_at(hv, start, length, c * 64, block)
         tile = ((first_chunk + c) * C.NV + hv) * 64
-        into = reinterpret(v.index(stage), dtype, v_desc.block_shape, v_desc.layout)
+        into = reinterpret(v.index(stage), k.dtype, v_desc.block_shape, v_desc.layout)
         BOTH: gl.constexpr = 64 * C.DK * 2 + 2 * 64 * 64 * 2 + 3 * 64 * 4
         if back == 0:
             mbarrier.expect(ready, BOTH)
@@ -396,18 +404,8 @@ def _producer(
             mbarrier.expect(ready, BOTH + 64 * C.DK * 2 + 64 * 64 * 2)
             tma_load(o_desc, of_value, ready, into)
             tma_load(p_desc, [tile, 0], ready, p.index(stage))
-            tma_load(
-                q_desc,
-                where,
-                ready,
-                reinterpret(q.index(stage), dtype, q_desc.block_shape, q_desc.layout),
-            )
-        tma_load(
-            k_desc,
-            where,
-            ready,
-            reinterpret(k.index(stage), dtype, k_desc.block_shape, k_desc.layout),
-        )
+            load_box(q_desc, where, ready, q.index(stage))
+        load_box(k_desc, where, ready, k.index(stage))
         tma_load(grown_desc, [tile], ready, shared.grown.index(stage))
         tma_load(left_desc, [tile], ready, shared.left.index(stage))
         tma_load(rates_desc, [tile], ready, shared.rates.index(stage))
@@ -471,7 +469,7 @@ def _walks(
     grown = gl.allocate_shared_memory(gl.float32, [STAGES, 64], grown_desc.layout)
     left = gl.allocate_shared_memory(gl.float32, [STAGES, 64], left_desc.layout)
     rates = gl.allocate_shared_memory(gl.float32, [STAGES, 64], rates_desc.layout)
-    full, empty = ring(STAGES)
+    full, empty = in_turn(STAGES, 1)
     shared = Walk(q, k, v, t, p, grown, left, rates, to_state, to_x, full, empty)
     gl.warp_specialize(
         [
@@ -599,32 +597,12 @@ def _pairs(
         where = at(0, hv // GROUP, start, length, first, True)
         for block in gl.static_range(BLOCKS):
             of_block = columns_at(hv, start, length, first, block)
-            tma_load(
-                n_desc,
-                of_block,
-                full,
-                reinterpret(n.index(block), dtype, n_desc.block_shape, n_desc.layout),
-            )
-            tma_load(
-                o_desc,
-                of_block,
-                full,
-                reinterpret(o.index(block), dtype, o_desc.block_shape, o_desc.layout),
-            )
-            tma_load(
-                r_desc,
-                of_block,
-                full,
-                reinterpret(r.index(block), dtype, r_desc.block_shape, r_desc.layout),
-            )
-            tma_load(
-                v_desc,
-                of_block,
-                full,
-                reinterpret(v.index(block), dtype, v_desc.block_shape, v_desc.layout),
-            )
-        tma_load(k_desc, where, full, reinterpret(k, dtype, k_desc.block_shape, k_desc.layout))
-        tma_load(q_desc, where, full, reinterpret(q, dtype, q_desc.block_shape, q_desc.layout))
+            load_box(n_desc, of_block, full, n.index(block))
+            load_box(o_desc, of_block, full, o.index(block))
+            load_box(r_desc, of_block, full, r.index(block))
+            load_box(v_desc, of_block, full, v.index(block))
+        load_box(k_desc, where, full, k)
+        load_box(q_desc, where, full, q)
         valid = first + i < length
         token = (start + first + i).to(gl.int64)
         mask = first + of_value < length
@@ -809,11 +787,10 @@ def _inputs_producer(
     q, k, o, n, r, z, m = shared.q, shared.k, shared.o, shared.n, shared.r, shared.z, shared.m
     states, grads, full, empty = shared.states, shared.grads, shared.full, shared.empty
     BLOCKS: gl.constexpr = C.DV // 64
-    dtype: gl.constexpr = k.dtype
     mbarrier.expect(shared.ready, 64 * C.DK * 4)
     where = at(0, h, start, length, first, True)
-    tma_load(k_desc, where, shared.ready, reinterpret(k, dtype, k_desc.block_shape, k_desc.layout))
-    tma_load(q_desc, where, shared.ready, reinterpret(q, dtype, q_desc.block_shape, q_desc.layout))
+    load_box(k_desc, where, shared.ready, k)
+    load_box(q_desc, where, shared.ready, q)
     for one in range(C.GROUP):
         hv = h * C.GROUP + one
         tile = chunk * C.NV + hv
@@ -826,25 +803,10 @@ def _inputs_producer(
             of_value = columns_at(hv, start, length, first, block)
             of_state = [tile * C.DV + block * 64, 0]
             tma_load(states_desc, of_state, bar, states.index(stage))
-            tma_load(
-                o_desc,
-                of_value,
-                bar,
-                reinterpret(o.index(stage), dtype, o_desc.block_shape, o_desc.layout),
-            )
-            tma_load(
-                r_desc,
-                of_value,
-                bar,
-                reinterpret(r.index(stage), dtype, r_desc.block_shape, r_desc.layout),
-            )
+            load_box(o_desc, of_value, bar, o.index(stage))
+            load_box(r_desc, of_value, bar, r.index(stage))
             tma_load(grads_desc, of_state, bar, grads.index(stage))
-            tma_load(
-                n_desc,
-                of_value,
-                bar,
-                reinterpret(n.index(stage), dtype, n_desc.block_shape, n_desc.layout),
-            )
+            load_box(n_desc, of_value, bar, n.index(stage))
         mbarrier.wait(shared.pair_empty, (one & 1) ^ 1)
         mbarrier.expect(shared.pair_full, 2 * 64 * 64 * 2)
         tma_load(z_desc, [tile * 64, 0], shared.pair_full, z)
@@ -914,7 +876,7 @@ def _inputs(
         mbarrier.init(ready, count=1)
         mbarrier.init(pair_full, count=1)
         mbarrier.init(pair_empty, count=1)
-        full, empty = ring(STAGES)
+        full, empty = in_turn(STAGES, 1)
         shared = Inputs(
             q, k, o, n, r, z, m, states, grads, ready, full, empty, pair_full, pair_empty
         )

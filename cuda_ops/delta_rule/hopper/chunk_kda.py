@@ -32,8 +32,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common import gpu
 from ...common.approximate import power
-from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from ...common.hopper.tma import aligned, at, describe_matrix, forget
+from ...common.gluon_names import barrier, reinterpret, tma_store
+from ...common.hopper.barriers import two_barriers
+from ...common.hopper.tma import aligned, at, describe_matrix, forget, load_box
 from ...common.kda import GIVEN, LEAST, log_decay
 from ...runtime import launches
 from .chunks import CHUNK, add, inverse_of
@@ -337,17 +338,12 @@ def _chunks(
         ends = gl.allocate_shared_memory(gl.float32, [2, 4, 64], TABLE)
         between = gl.allocate_shared_memory(dtype, [6, 4, 64], TABLE)
         units = gl.allocate_shared_memory(gl.float32, [2, 4, 16], TABLE)
-        bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        full = bars.index(0)
-        ready = bars.index(1)
-        mbarrier.init(full, count=1)
-        mbarrier.init(ready, count=1)
-        fence_async_shared()
-        barrier()
+        bars = two_barriers()
+        full, ready = bars.index(0), bars.index(1)
         where = at(batch, hv // (C.HV // C.H), start, length, first, C.VARLEN)
         mbarrier.expect(full, 2 * 64 * 128 * 2)
-        tma_load(k_desc, where, full, reinterpret(k, dtype, k_desc.block_shape, k_desc.layout))
-        tma_load(q_desc, where, full, reinterpret(q, dtype, q_desc.block_shape, q_desc.layout))
+        load_box(k_desc, where, full, k)
+        load_box(q_desc, where, full, q)
         long_hv = hv.to(gl.int64)
         begin = (start + first).to(gl.int64)
         count = length - first
@@ -417,9 +413,8 @@ def _chunks(
             fence_async_shared()
             barrier()
             where = at(batch, hv, start, length, first, C.VARLEN)
-            into = reinterpret(k, dtype, v_desc.block_shape, v_desc.layout)
             mbarrier.expect(ready, 64 * 128 * 2)
-            tma_load(v_desc, where, ready, into)
+            load_box(v_desc, where, ready, k)
         diagonal = reinterpret(
             sums, gl.float32, [16, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         )

@@ -33,8 +33,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ....dispatch.common import memory
 from ...common.approximate import inverse, power
+from ...common.chunks import from_head
 from ...common.gluon_names import barrier, reinterpret, tma_load
-from ...common.hopper.tma import at, describe_matrix, forget
+from ...common.hopper.barriers import two_barriers
+from ...common.hopper.tma import at, describe_matrix, forget, load_box
 from ...common.kda import BOUNDED, LEAST, SOFTPLUS, log_decay
 from ...common.log2 import LN2, LOG2E
 from ...runtime import launches
@@ -372,19 +374,9 @@ def _inputs(
 ):
     """All gradients of a chunk and a head but those of the states; `far`: in which parts of the
     channels a factor left the reach.  FINE: one of these parts again, bit by bit."""
-    (
-        q_batch,
-        q_row,
-        q_head,
-        k_batch,
-        k_row,
-        k_head,
-        g_batch,
-        g_row,
-        g_head,
-        b_batch,
-        b_row,
-    ) = strides
+    q_by, k_by, g_by = strides[0:3], strides[3:6], strides[6:9]
+    b_batch, b_row = strides[9:11]
+    q_row, k_row, g_row = q_by[1], k_by[1], g_by[1]
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, M)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, M)
@@ -396,7 +388,6 @@ def _inputs(
     dtype: gl.constexpr = n_desc.dtype
     LONG: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     program = gl.program_id(0)
     left = program * 0 + (1 << 128 // W) - 1
     if FINE:
@@ -432,16 +423,11 @@ def _inputs(
         kept = gl.allocate_shared_memory(
             gl.float32, [64, W], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         )
-        bars = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-        ready = bars.index(0)
-        full = bars.index(1)
-        mbarrier.init(ready, count=1)
-        mbarrier.init(full, count=1)
-        fence_async_shared()
-        barrier()
+        bars = two_barriers()
+        ready, full = bars.index(0), bars.index(1)
         where = at(batch, program % C.HV, start, length, first, C.VARLEN)
         mbarrier.expect(ready, 3 * 64 * 128 * 2)
-        tma_load(o_desc, where, ready, reinterpret(o, dtype, o_desc.block_shape, o_desc.layout))
+        load_box(o_desc, where, ready, o)
         tma_load(n_desc, [program * 64, 0], ready, n)
         tma_load(r_desc, [program * 64, 0], ready, r)
         mbarrier.expect(full, 2 * 128 * W * 2)
@@ -449,9 +435,9 @@ def _inputs(
         tma_load(grads_desc, [program * 128, _lowest(left) * W], full, grad)
         begin = (start + first).to(gl.int64)
         count = length - first
-        q += long_batch * q_batch + begin * q_row + h * q_head
-        k += long_batch * k_batch + begin * k_row + h * k_head
-        g += long_batch * g_batch + begin * g_row + h * g_head
+        q = from_head(q, q_by, long_batch, begin, h)
+        k = from_head(k, k_by, long_batch, begin, h)
+        g = from_head(g, g_by, long_batch, begin, h)
         beta += long_batch * b_batch + begin * b_row + h
         rows = gl.arange(0, 64, layout=ROWS)
         columns = gl.arange(0, 64, layout=COLUMNS)

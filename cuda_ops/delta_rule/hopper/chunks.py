@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from ...common.hopper.tma import at, describe, describe_matrix, forget
+from ...common.gluon_names import barrier, reinterpret, tma_store
+from ...common.hopper.tma import at, describe, describe_matrix, forget, load_box
 from ...runtime import launches
 
 CHUNK = 64
@@ -55,20 +55,6 @@ def tokens_of(s, each, before, sequence, T):
     start = gl.minimum(gl.max(gl.where(before, ends, 0), 0), T)
     length = gl.sum(gl.where(s == sequence, each, 0), 0)
     return start, gl.minimum(length, T - start)
-
-
-@gluon.jit
-def ring(STAGES: gl.constexpr):
-    """Barriers of places that are filled and emptied in turn: (full, empty)."""
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
-    barrier()
-    return full, empty
 
 
 @gluon.jit
@@ -262,8 +248,8 @@ def _prepare(
         barrier()
         mbarrier.expect(full, 64 * DK * 4)
         where = at(0, h, start, length, first, True)
-        tma_load(k_desc, where, full, reinterpret(k, dtype, k_desc.block_shape, k_desc.layout))
-        tma_load(q_desc, where, full, reinterpret(q, dtype, q_desc.block_shape, q_desc.layout))
+        load_box(k_desc, where, full, k)
+        load_box(q_desc, where, full, q)
         diagonal = gl.allocate_shared_memory(
             gl.float32, [16, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         )

@@ -10,12 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...common.hopper.tma import describe
+from ...common.kda import in_piece
+from ...common.lengths import later
 from .chunks import CHUNK, add
-
-
-@gluon.jit
-def _later(a, b):
-    return gl.maximum(a, b)
 
 
 @gluon.jit
@@ -28,24 +25,18 @@ def pieces(bounds, T, sequences, PIECES: gl.constexpr):
     end = gl.load(bounds + s, mask=s <= sequences, other=0)
     begin = gl.minimum(gl.maximum(begin, 0), T).to(gl.int32)
     end = gl.minimum(gl.maximum(end, 0), T).to(gl.int32)
-    begin = gl.associative_scan(begin, 0, _later)
-    end = gl.associative_scan(end, 0, _later)
+    begin = gl.associative_scan(begin, 0, later)
+    end = gl.associative_scan(end, 0, later)
     return s, gl.where(s > sequences + 1, T, begin), gl.where(s > sequences, T, end)
 
 
 @gluon.jit
 def place(bounds, chunk, T, sequences, PIECES: gl.constexpr, VARLEN: gl.constexpr):
-    """(batch, first token of the piece, first token of the chunk in it, the piece's length,
-    whether it is a sequence) of a chunk."""
+    """As in common/kda.py."""
     if VARLEN:
         s, begin, end = pieces(bounds, T, sequences, PIECES)
         ends = gl.associative_scan((end - begin + 63) // 64, 0, add)
-        before = ends <= chunk
-        first = (chunk - gl.max(gl.where(before, ends, 0), 0)) * 64
-        piece = gl.sum(before.to(gl.int32), 0)
-        start = gl.sum(gl.where(s == piece, begin, 0), 0)
-        length = gl.sum(gl.where(s == piece, end - begin, 0), 0)
-        live = (piece > 0) & (piece <= sequences)
+        start, first, length, live = in_piece(chunk, s, begin, end, ends, sequences)
         batch = chunk * 0
     else:
         each = (T + 63) // 64

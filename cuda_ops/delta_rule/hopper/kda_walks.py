@@ -23,9 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common import gpu
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
+from ...common.hopper.barriers import in_turn
 from ...common.hopper.tma import aligned, at, describe_matrix, describe_row
 from ...runtime import launches
-from .chunks import CHUNK, ring
+from .chunks import CHUNK
 from .kda import pieces, rows_of
 
 _STAGES = 2
@@ -368,7 +369,7 @@ def _walks(
     to_x = gl.allocate_shared_memory(dtype, [64, 64], TILE)
     fades = gl.allocate_shared_memory(gl.float32, [STAGES, 128], fades_desc.layout)
     rates = gl.allocate_shared_memory(gl.float32, [STAGES, 64], rates_desc.layout)
-    full, empty = ring(STAGES)
+    full, empty = in_turn(STAGES, 1)
     shared = Walk(qs, ks, kg, v, t, p, fades, rates, to_state, to_x, full, empty)
     gl.warp_specialize(
         [

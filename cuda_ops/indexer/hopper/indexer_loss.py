@@ -130,13 +130,9 @@ def _scores(
 
 @gluon.jit
 def _consume(
-    q,
-    ring,
-    bars,
-    slots,
-    end,
-    lse,
-    lse_head,
+    shared,
+    of_row,
+    of_lse,
     target,
     scale_log2,
     GROUP: gl.constexpr,
@@ -145,6 +141,9 @@ def _consume(
     HAS_LSE: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
+    q, ring, bars = shared
+    slots, end = of_row
+    lse, lse_head = of_lse
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     column = gl.arange(0, 64, layout=LINE)
     FIRST_HEAD: gl.constexpr = 0 if SPLIT else GROUP * 64
@@ -257,47 +256,13 @@ def _targets(
     lse += batch * l_batch + row * l_row
     key += batch * k_batch
     key_rope += batch * kr_batch
-    # the tuples stand here in full: through a variable their constexprs would become tensors
+    shared = (q, ring, bars)
+    of_row, of_lse = (slots, end), (lse, l_head)
+    # constants stand here themselves: through a variable they would become tensors
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    q,
-                    ring,
-                    bars,
-                    slots,
-                    end,
-                    lse,
-                    l_head,
-                    target,
-                    scale_log2,
-                    0,
-                    N,
-                    PIECES,
-                    HAS_LSE,
-                    SPLIT,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    q,
-                    ring,
-                    bars,
-                    slots,
-                    end,
-                    lse,
-                    l_head,
-                    target,
-                    scale_log2,
-                    1,
-                    N,
-                    PIECES,
-                    HAS_LSE,
-                    SPLIT,
-                ),
-            ),
+            (_consume, (shared, of_row, of_lse, target, scale_log2, 0, N, PIECES, HAS_LSE, SPLIT)),
+            (_consume, (shared, of_row, of_lse, target, scale_log2, 1, N, PIECES, HAS_LSE, SPLIT)),
             (
                 _gather,
                 (

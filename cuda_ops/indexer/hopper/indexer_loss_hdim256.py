@@ -27,6 +27,7 @@ from ...common import gpu
 from ...common.gluon_names import barrier, cp_async, reinterpret
 from ...common.hopper.layouts import GATHER
 from ...common.hopper.layouts import S as SCORES
+from ...common.hopper.rows import gather_rows
 from ...common.log2 import LOG2E
 from ...common.loss import normalised, padded, softmax_of_scores, valid_slots
 from ...runtime import launches
@@ -38,16 +39,6 @@ LOWEST = gl.constexpr(-1e30)
 def _products(HEADS):
     """[64 keys, heads]"""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
-
-
-@gluon.jit
-def _gather(key, key_row, places, tile, D: gl.constexpr):
-    """Ask for rows; the first one where a slot does not count."""
-    place = places.load(gl.SliceLayout(1, GATHER))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, GATHER))
-    at = gl.maximum(place, 0).to(gl.int64) * key_row
-    cp_async(tile, (key + at)[:, None] + d[None, :])
-    async_copy.commit_group()
 
 
 @gluon.jit
@@ -65,13 +56,13 @@ def _log_sum_exps(
     """To base 2; rows of these products are heads, so that a sum over keys stays within a warp."""
     row_max = gl.full([HEADS], LOWEST, gl.float32, layout=gl.SliceLayout(1, SCORES))
     row_sum = gl.full([HEADS], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
-    _gather(key, key_row, places.index(0), keys.index(0), D)
+    gather_rows(key, key_row, places.index(0), keys.index(0), D, False)
     for t in range(tiles):
         _arrive()
         z = gl.zeros([HEADS, 64], gl.float32, layout=SCORES)
         z = warpgroup_mma(q, keys.index(t % 2).permute((1, 0)), z, use_acc=False, is_async=True)
         if t + 1 < tiles:
-            _gather(key, key_row, places.index(t + 1), keys.index((t + 1) % 2), D)
+            gather_rows(key, key_row, places.index(t + 1), keys.index((t + 1) % 2), D, False)
         valid = places.index(t).load(gl.SliceLayout(0, SCORES)) >= 0
         z = gl.where(valid[None, :], warpgroup_mma_wait(0, deps=[z]) * scale_log2, float("-inf"))
         new_max = gl.maximum(row_max, gl.max(z, 1))
@@ -163,13 +154,13 @@ def _targets(
     row_lse = gl.where(row_lse == float("-inf"), 0.0, row_lse)
     # heads that are not there add nothing
     row_lse = gl.where(heads < N, row_lse, float("inf"))
-    _gather(key, k_row, places.index(0), keys.index(0), D)
+    gather_rows(key, k_row, places.index(0), keys.index(0), D, False)
     for t in range(tiles):
         _arrive()
         s = gl.zeros([64, HEADS], gl.float32, layout=P)
         s = warpgroup_mma(keys.index(t % 2), q.permute((1, 0)), s, use_acc=False, is_async=True)
         if t + 1 < tiles:
-            _gather(key, k_row, places.index(t + 1), keys.index((t + 1) % 2), D)
+            gather_rows(key, k_row, places.index(t + 1), keys.index((t + 1) % 2), D, False)
         place = places.index(t).load(gl.SliceLayout(1, P))
         p = gl.exp2(warpgroup_mma_wait(0, deps=[s]) * scale_log2 - row_lse[None, :])
         if HEADS > N:

@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...common import gpu, rows
 from ...common.gluon_names import barrier, reinterpret, tma_load
 from ...common.hopper.rows import request_of
-from ...common.hopper.tma import DTYPES, describable, describe_box, forget
+from ...common.hopper.tma import DTYPES, describable, describe_box, forget, load_box
 from ...common.rows import BSND, PAGED, TND
 from ...common.tiling import cdiv, power_of_two
 from ...common.topk import EVERY
@@ -293,7 +293,7 @@ def _scores(
     gdc_launch_dependents()
     gdc_wait()
     mbarrier.expect(q_full.index(0), BLOCK_N * D * SIZE)
-    tma_load(q, [row, 0, 0], q_full.index(0), reinterpret(q_tile, q.dtype, q.block_shape, q.layout))
+    load_box(q, [row, 0, 0], q_full.index(0), q_tile)
     column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, M))
     h = column % BLOCK_H
     owner = (row + column // BLOCK_H).to(gl.int64)
@@ -444,12 +444,7 @@ def _load(
                 inner = _inner_of(base + i * KEYS_AT_ONCE, start, LAYOUT)
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
                 mbarrier.expect(bar, KEYS_AT_ONCE * D * SIZE)
-                tma_load(
-                    key,
-                    [outer, inner, 0],
-                    bar,
-                    reinterpret(k_tiles.index(stage), key.dtype, key.block_shape, key.layout),
-                )
+                load_box(key, [outer, inner, 0], bar, k_tiles.index(stage))
                 count += 1
         row = stop
 

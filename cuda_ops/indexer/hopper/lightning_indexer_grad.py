@@ -28,21 +28,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...common import gpu, rows
 from ...common.gluon_names import barrier, cp_async
 from ...common.hopper.layouts import GATHER, LINE, S
-from ...common.hopper.rows import locate, slots
+from ...common.hopper.rows import gather_rows, locate, slots
 from ...common.hopper.tma import aligned
 from ...runtime import launches
 
 ROOM = gl.constexpr(4)  # tiles: the last one, which a late warp still reads, to the next one
-
-
-@gluon.jit
-def _gather(key, key_row, places, tile, D: gl.constexpr):
-    """Ask for rows; absent ones become 0."""
-    place = places.load(gl.SliceLayout(1, GATHER))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, GATHER))
-    at = gl.maximum(place, 0).to(gl.int64) * key_row
-    cp_async(tile, (key + at)[:, None] + d[None, :], mask=(place >= 0)[:, None])
-    async_copy.commit_group()
 
 
 @gluon.constexpr_function
@@ -119,7 +109,7 @@ def _gradients(
     slot = gl.arange(0, 64, layout=gl.SliceLayout(1, S))
     grad_ahead = gl.load(dy + slot, mask=slot < entries, other=0.0)
     barrier()
-    _gather(key, key_row, places.index(0), keys.index(0), D)
+    gather_rows(key, key_row, places.index(0), keys.index(0), D, True)
 
     dq = gl.zeros([64, D], gl.float32, layout=DK)
     # of two rows of a tile, each thread adds up its products: they are in the same one
@@ -135,7 +125,7 @@ def _gradients(
         barrier()  # the keys and the next places are there, and the last tile is read
         s = gl.zeros([64, 64], gl.float32, layout=S)
         s = warpgroup_mma(tile, q.permute((1, 0)), s, use_acc=False, is_async=True)
-        _gather(key, key_row, next_places, keys.index((t + 1) % 2), D)
+        gather_rows(key, key_row, next_places, keys.index((t + 1) % 2), D, True)
         there = places.index(t % ROOM).load(gl.SliceLayout(1, S)) >= 0
         grad = gl.where(there, grad_ahead.to(gl.float32), 0.0)
         slot += 64

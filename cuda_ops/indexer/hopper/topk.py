@@ -6,6 +6,8 @@ between threads.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -15,19 +17,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....dispatch.common import memory
 from ...common import gpu
-from ...common.hopper.selection import (
-    apart,
-    bound,
-    lanes,
-    ordered,
-    ranks,
-    raw,
-    select,
-    select_row,
-    tiled,
-)
+from ...common.hopper.selection import bound, lanes, ranks, raw, select, select_row, tiled
+from ...common.ordered import apart, ordered
 from ...common.topk import BLOCK, EVERY
 from ...runtime import launches
+
+STEP = gl.constexpr(BLOCK)  # scores that a program reads at once
 
 
 @gluon.jit
@@ -59,7 +54,6 @@ def _collect(
     SAMPLE: gl.constexpr,
     EACH: gl.constexpr,
     SPARSE: gl.constexpr,
-    BLOCK: gl.constexpr,
     WHOLE: gl.constexpr,
 ):
     """What may win of one chunk of a row, ascending: the score in the high half, the position in
@@ -70,20 +64,20 @@ def _collect(
     gdc_wait()
     length = gl.load(lengths + row)
     drawn, valid = _sampled(sample + row * sample_stride, length, EACH, SAMPLE, SPARSE)
-    part = (length + CHUNKS * BLOCK - 1) // (CHUNKS * BLOCK) * BLOCK
+    part = (length + CHUNKS * STEP - 1) // (CHUNKS * STEP) * STEP
     lo = chunk * part
     hi = gl.minimum(lo + part, length)
     found = 0
-    if (length > 2 * BLOCK) & (lo < hi):  # shorter rows are selected from directly
+    if (length > 2 * STEP) & (lo < hi):  # shorter rows are selected from directly
         scores += row * stride
         candidates += (row * CHUNKS + chunk) * ROOM
-        lane = lanes(BLOCK)
+        lane = lanes(STEP)
         ahead = raw(scores, lo, lane, hi, WHOLE)
         least = bound(drawn, valid, length, k)
-        for i in range(lo, hi, BLOCK):
+        for i in range(lo, hi, STEP):
             x = ahead
-            if i + BLOCK < hi:
-                ahead = raw(scores, i + BLOCK, lane, hi, WHOLE)
+            if i + STEP < hi:
+                ahead = raw(scores, i + STEP, lane, hi, WHOLE)
             elif WHOLE:
                 x = gl.where(i + lane < hi, x, float("-inf"))
             take = x >= least
@@ -138,22 +132,15 @@ def _select_short(scores, length, k, indices, values, BLOCK: gl.constexpr, VALUE
     return found
 
 
+class Constants(NamedTuple):
+    CHUNKS: int
+    ROOM: int
+    LONG: bool
+    VALUES: bool
+
+
 @gluon.jit(do_not_specialize=["k"])
-def _topk(
-    scores,
-    lengths,
-    candidates,
-    counts,
-    indices,
-    values,
-    k,
-    stride,
-    CHUNKS: gl.constexpr,
-    ROOM: gl.constexpr,
-    BLOCK: gl.constexpr,
-    LONG: gl.constexpr,
-    VALUES: gl.constexpr,
-):
+def _topk(scores, lengths, candidates, counts, indices, values, k, stride, C: gl.constexpr):
     """The winners of a row.  LONG: _collect ran."""
     row = gl.program_id(0).to(gl.int64)
     gdc_launch_dependents()
@@ -162,40 +149,40 @@ def _topk(
     scores += row * stride
     indices += row * k
     values += row * k
-    if LONG:
-        candidates += row * CHUNKS * ROOM
-        counts += row * CHUNKS
-        every: gl.constexpr = gl.BlockedLayout([CHUNKS], [32], [gl.num_warps()], [0])
-        each = gl.load(counts + gl.arange(0, CHUNKS, layout=every))
+    if C.LONG:
+        candidates += row * C.CHUNKS * C.ROOM
+        counts += row * C.CHUNKS
+        every: gl.constexpr = gl.BlockedLayout([C.CHUNKS], [32], [gl.num_warps()], [0])
+        each = gl.load(counts + gl.arange(0, C.CHUNKS, layout=every))
         # asked for before it is known whether they are there
-        both, valid = _dealt(candidates, counts, CHUNKS, ROOM, BLOCK)
+        both, valid = _dealt(candidates, counts, C.CHUNKS, C.ROOM, STEP)
         total = gl.sum(each, 0)
         most = gl.max(each, 0)
         # a selection is much code, which compiles for a second: one of each size, of any keys
-        short = length <= 2 * BLOCK
-        if (length <= BLOCK) | ((~short) & (total >= k) & (most <= BLOCK // CHUNKS)):
+        short = length <= 2 * STEP
+        if (length <= STEP) | ((~short) & (total >= k) & (most <= STEP // C.CHUNKS)):
             if short:
-                pos = lanes(BLOCK)
+                pos = lanes(STEP)
                 key = ordered(raw(scores, 0, pos, length, False))
             else:
                 key, pos = apart(both, valid)
-            found = select(key, pos, k, indices, values, ~short, VALUES)
-        elif short | ((total >= k) & (most <= ROOM) & (total <= 2 * BLOCK)):
+            found = select(key, pos, k, indices, values, ~short, C.VALUES)
+        elif short | ((total >= k) & (most <= C.ROOM) & (total <= 2 * STEP)):
             if short:
-                pos = lanes(2 * BLOCK)
+                pos = lanes(2 * STEP)
                 key = ordered(raw(scores, 0, pos, length, False))
             else:
-                key, pos = _packed(candidates, counts, total, CHUNKS, ROOM, 2 * BLOCK)
-            found = select(key, pos, k, indices, values, ~short, VALUES)
+                key, pos = _packed(candidates, counts, total, C.CHUNKS, C.ROOM, 2 * STEP)
+            found = select(key, pos, k, indices, values, ~short, C.VALUES)
         else:
-            found = select_row(scores, length, k, indices, values, BLOCK, VALUES)
+            found = select_row(scores, length, k, indices, values, STEP, C.VALUES)
     else:
-        found = _select_short(scores, length, k, indices, values, BLOCK, VALUES)
+        found = _select_short(scores, length, k, indices, values, STEP, C.VALUES)
     if found < k:  # -1, and 0 for a value, past the entries found
-        lane = lanes(2 * BLOCK)
+        lane = lanes(2 * STEP)
         past = (lane >= found) & (lane < k)
         gl.store(indices + lane, -1, mask=past)
-        if VALUES:
+        if C.VALUES:
             gl.store(values + lane, (lane * 0).to(values.dtype.element_ty), mask=past)
 
 
@@ -234,7 +221,6 @@ def launch(
             SAMPLE=min(most, triton.next_power_of_2(width // each)),
             EACH=each,
             SPARSE=width // each > most or width // each % most > 0,
-            BLOCK=BLOCK,
             WHOLE=width % BLOCK == 0 and scores.stride(0) % BLOCK == 0,
             num_warps=8,
             launch_pdl=True,
@@ -248,11 +234,7 @@ def launch(
         values,
         k,
         scores.stride(0),
-        CHUNKS=chunks,
-        ROOM=room,
-        BLOCK=BLOCK,
-        LONG=long,
-        VALUES=values.numel() > 0,
+        C=Constants(CHUNKS=chunks, ROOM=room, LONG=long, VALUES=values.numel() > 0),
         num_warps=8,
         launch_pdl=True,
     )

@@ -9,6 +9,8 @@ rows several programs share one, and a second kernel selects.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -17,7 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....dispatch.common import memory
 from ...common.gluon_names import barrier
-from ...common.hopper.selection import apart, bound, lanes, ordered, plus, select, select_row
+from ...common.hopper.selection import bound, lanes, plus, select, select_row
+from ...common.ordered import apart, ordered
 from ...common.tiling import power_of_two
 from ...common.topk import BLOCK, EVERY
 from ...runtime import launches
@@ -87,6 +90,15 @@ def _collected(
     gl.store(counts + warp, found)
 
 
+class Constants(NamedTuple):
+    """Chunks of a row, candidates of it that are held, size of a sample, parts of all chunks."""
+
+    CHUNKS: int
+    HELD: int
+    SAMPLE: int
+    PARTS: int
+
+
 @gluon.jit(do_not_specialize=["k"])
 def _collect(
     scores,
@@ -98,10 +110,7 @@ def _collect(
     width,
     stride,
     sample_stride,
-    CHUNKS: gl.constexpr,
-    HELD: gl.constexpr,
-    SAMPLE: gl.constexpr,
-    PARTS: gl.constexpr,
+    C: gl.constexpr,
 ):
     """The candidates of one chunk of a row."""
     row = gl.program_id(0).to(gl.int64)
@@ -109,25 +118,25 @@ def _collect(
     gdc_launch_dependents()
     gdc_wait()
     length = gl.load(lengths + row)
-    drawn, valid = _sampled(sample + row * sample_stride, length, width, SAMPLE)
-    part = (length + CHUNKS * 1024 - 1) // (CHUNKS * 1024) * 1024
+    drawn, valid = _sampled(sample + row * sample_stride, length, width, C.SAMPLE)
+    part = (length + C.CHUNKS * 1024 - 1) // (C.CHUNKS * 1024) * 1024
     lo = chunk * part
     hi = gl.minimum(lo + part, length)
-    if length > HELD:  # shorter rows are selected from directly
-        first = row * PARTS + chunk * (PARTS // CHUNKS)
+    if length > C.HELD:  # shorter rows are selected from directly
+        first = row * C.PARTS + chunk * (C.PARTS // C.CHUNKS)
         _collected(
             scores + row * stride,
             drawn,
             valid,
-            candidates + first * (HELD // 4),
+            candidates + first * (C.HELD // 4),
             counts + first,
             length,
             lo,
             hi,
             width,
             k,
-            HELD // 4,
-            PARTS // CHUNKS,
+            C.HELD // 4,
+            C.PARTS // C.CHUNKS,
         )
 
 
@@ -165,11 +174,8 @@ def _topk(
     width,
     stride,
     sample_stride,
-    CHUNKS: gl.constexpr,
-    HELD: gl.constexpr,
-    SAMPLE: gl.constexpr,
-    PARTS: gl.constexpr,
     VALUES: gl.constexpr,
+    C: gl.constexpr,
 ):
     """The winners of a row.  Of many CHUNKS _collect has brought the candidates."""
     row = gl.program_id(0).to(gl.int64)
@@ -179,12 +185,12 @@ def _topk(
     scores += row * stride
     indices += row * k
     values += row * k
-    lane = lanes(HELD)
-    candidates += row * PARTS * (HELD // 4)
-    counts += row * PARTS
-    short = length <= HELD
-    if CHUNKS == 1:
-        drawn, valid = _sampled(sample + row * sample_stride, length, width, SAMPLE)
+    lane = lanes(C.HELD)
+    candidates += row * C.PARTS * (C.HELD // 4)
+    counts += row * C.PARTS
+    short = length <= C.HELD
+    if C.CHUNKS == 1:
+        drawn, valid = _sampled(sample + row * sample_stride, length, width, C.SAMPLE)
         if ~short:
             _collected(
                 scores,
@@ -197,20 +203,20 @@ def _topk(
                 length,
                 width,
                 k,
-                HELD // 4,
-                PARTS,
+                C.HELD // 4,
+                C.PARTS,
             )
         barrier()  # what others have stored is loaded
-    every: gl.constexpr = gl.BlockedLayout([max(1, PARTS // 32)], [32], [gl.num_warps()], [0])
-    each = gl.load(counts + gl.arange(0, PARTS, layout=every))
+    every: gl.constexpr = gl.BlockedLayout([max(1, C.PARTS // 32)], [32], [gl.num_warps()], [0])
+    each = gl.load(counts + gl.arange(0, C.PARTS, layout=every))
     # asked for before it is known whether they are there
-    both, there = _dealt(candidates, counts, PARTS, HELD)
+    both, there = _dealt(candidates, counts, C.PARTS, C.HELD)
     total = gl.sum(each, 0)
     most = gl.max(each, 0)
-    if (~short) & (most > HELD // PARTS) & (most <= HELD // 4) & (total <= HELD):
-        both, there = _packed(candidates, counts, total, PARTS, HELD)
+    if (~short) & (most > C.HELD // C.PARTS) & (most <= C.HELD // 4) & (total <= C.HELD):
+        both, there = _packed(candidates, counts, total, C.PARTS, C.HELD)
     # a selection is much code, which compiles for a second: one, of any keys
-    if short | ((total >= k) & (total <= HELD) & (most <= HELD // 4)):
+    if short | ((total >= k) & (total <= C.HELD) & (most <= C.HELD // 4)):
         if short:
             key, pos = ordered(_below(_asked(scores, lane, width), lane, length)), lane
         else:
@@ -252,15 +258,19 @@ def launch(
     counts = memory.empty((rows, parts), torch.int32, device)
     every = (scores, sample, lengths, candidates, counts)
     strides = (k, width, scores.stride(0), sample.stride(0))
-    common = dict(
-        CHUNKS=chunks,
-        HELD=held,
-        SAMPLE=max(1024, power_of_two(width // EVERY)),
-        PARTS=parts,
-        launch_pdl=True,
-    )
+    sampled = max(1024, power_of_two(width // EVERY))
+    C = Constants(CHUNKS=chunks, HELD=held, SAMPLE=sampled, PARTS=parts)
     if chunks > 1:
-        launches.kernel(_collect, rows, chunks)(*every, *strides, num_warps=warps, **common)
+        launches.kernel(_collect, rows, chunks)(
+            *every, *strides, C=C, num_warps=warps, launch_pdl=True
+        )
     launches.kernel(_topk, rows)(
-        *every, indices, values, *strides, VALUES=values.numel() > 0, num_warps=8, **common
+        *every,
+        indices,
+        values,
+        *strides,
+        VALUES=values.numel() > 0,
+        C=C,
+        num_warps=8,
+        launch_pdl=True,
     )

@@ -10,11 +10,12 @@ next one are on their way.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -22,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common import gpu, handover
-from ...common.gluon_names import barrier, reinterpret
+from ...common.gluon_names import reinterpret
+from ...common.hopper.barriers import in_turn
 from ...common.hopper.tma import describe_matrix
 from ...common.tiling import cdiv
 from ...common.weight_forms import NZ
@@ -43,15 +45,22 @@ STEP, CUT = 64, 4  # k of a tile; parts in which a warpgroup stores its columns
 BLOCK_K, PARTS, STAGES = gl.constexpr(STEP), gl.constexpr(CUT), gl.constexpr(4)
 
 
+class Shared(NamedTuple):
+    """Tiles of x and of the weight in a ring, those of the output, and the ring's barriers."""
+
+    x: Any
+    w: Any
+    out: Any
+    full: Any
+    empty: Any
+
+
 @gluon.jit
 def _load(
     x,
     turned,
     w,
-    x_tiles,
-    w_tiles,
-    full,
-    empty,
+    shared,
     tokens,
     tiles,
     K: gl.constexpr,
@@ -66,22 +75,18 @@ def _load(
         group, token, column = tile_at(number, tokens, N, BLOCK_T, BLOCK_N)
         for k in range(0, K, BLOCK_K):
             stage = step % STAGES
-            mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
-            bar = full.index(stage)
+            mbarrier.wait(shared.empty.index(stage), (step // STAGES + 1) & 1)
+            bar = shared.full.index(stage)
             mbarrier.expect(bar, (BLOCK_T + BLOCK_N) * BLOCK_K * 2)
-            load_weight_of(w, group, column, k, bar, w_tiles.index(stage), N, K, FORM)
-            load_x(x, turned, token, group * K + k, bar, x_tiles.index(stage), SIZE)
+            load_weight_of(w, group, column, k, bar, shared.w.index(stage), N, K, FORM)
+            load_x(x, turned, token, group * K + k, bar, shared.x.index(stage), SIZE)
             step += 1
 
 
 @gluon.jit
 def _multiply(
-    x_tiles,
-    w_tiles,
-    out_tiles,
     out,
-    full,
-    empty,
+    shared,
     tokens,
     tiles,
     WG: gl.constexpr,
@@ -93,6 +98,7 @@ def _multiply(
 ):
     HALF: gl.constexpr = BLOCK_T // 2
     PART: gl.constexpr = BLOCK_N // PARTS
+    x_tiles, w_tiles, out_tiles, full, empty = shared
     x_halves = reinterpret(x_tiles, x_tiles.dtype, [STAGES * 2, HALF, BLOCK_K], x_tiles.layout)
     summed: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
@@ -145,75 +151,15 @@ def _product(
     out_tiles = gl.allocate_shared_memory(
         out.dtype, [4, BLOCK_T // 2, BLOCK_N // PARTS], out.layout
     )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for each in gl.static_range(STAGES):
-        mbarrier.init(full.index(each), count=1)
-        mbarrier.init(empty.index(each), count=2)
-    fence_async_shared()
-    barrier()
+    full, empty = in_turn(STAGES, 2)
+    shared = Shared(x_tiles, w_tiles, out_tiles, full, empty)
     handover.begin(FIRST)
     handover.follow(FIRST, False)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (
-                    x_tiles,
-                    w_tiles,
-                    out_tiles,
-                    out,
-                    full,
-                    empty,
-                    tokens,
-                    tiles,
-                    gl.constexpr(0),
-                    K,
-                    N,
-                    BLOCK_T,
-                    BLOCK_N,
-                    FORM,
-                ),
-            ),
-            (
-                _multiply,
-                (
-                    x_tiles,
-                    w_tiles,
-                    out_tiles,
-                    out,
-                    full,
-                    empty,
-                    tokens,
-                    tiles,
-                    gl.constexpr(1),
-                    K,
-                    N,
-                    BLOCK_T,
-                    BLOCK_N,
-                    FORM,
-                ),
-            ),
-            (
-                _load,
-                (
-                    x,
-                    turned,
-                    w,
-                    x_tiles,
-                    w_tiles,
-                    full,
-                    empty,
-                    tokens,
-                    tiles,
-                    K,
-                    N,
-                    SIZE,
-                    BLOCK_T,
-                    BLOCK_N,
-                    FORM,
-                ),
-            ),
+            (_multiply, (out, shared, tokens, tiles, 0, K, N, BLOCK_T, BLOCK_N, FORM)),
+            (_multiply, (out, shared, tokens, tiles, 1, K, N, BLOCK_T, BLOCK_N, FORM)),
+            (_load, (x, turned, w, shared, tokens, tiles, K, N, SIZE, BLOCK_T, BLOCK_N, FORM)),
         ],
         [4, 1],
         [232, 24],

@@ -15,7 +15,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -23,11 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common import gpu, handover, quantize
-from ...common.gluon_names import barrier, reinterpret, tma_load
+from ...common.gluon_names import reinterpret, tma_load
+from ...common.hopper.barriers import in_turn
 from ...common.hopper.tma import DTYPES, describe_box
 from ...common.tiling import cdiv
 from ...runtime import launches
 from .fused_gemm import halves, put, tile_at
+from .prompt_matmul import Shared
 
 TOKENS, COLUMNS, HALF = 256, 128, 64
 BLOCK_T, BLOCK_N, WAVE = gl.constexpr(TOKENS), gl.constexpr(COLUMNS), gl.constexpr(HALF)
@@ -35,29 +36,18 @@ BLOCK_K, STAGES = gl.constexpr(128), gl.constexpr(4)
 
 
 @gluon.jit
-def _load(
-    x,
-    w,
-    x_tiles,
-    w_tiles,
-    full,
-    empty,
-    tokens,
-    tiles,
-    KB: gl.constexpr,
-    N: gl.constexpr,
-):
+def _load(x, w, shared, tokens, tiles, KB: gl.constexpr, N: gl.constexpr):
     step = 0
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
         group, token, column = tile_at(number, tokens, N, BLOCK_T, BLOCK_N)
         for k_block in range(KB):
             stage = step % STAGES
-            mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
-            bar = full.index(stage)
+            mbarrier.wait(shared.empty.index(stage), (step // STAGES + 1) & 1)
+            bar = shared.full.index(stage)
             mbarrier.expect(bar, (BLOCK_T + BLOCK_N) * BLOCK_K)
             k = k_block * BLOCK_K
-            tma_load(w, [group * N + column, k], bar, w_tiles.index(stage))
-            tma_load(x, [group * tokens + token, k], bar, x_tiles.index(stage))
+            tma_load(w, [group * N + column, k], bar, shared.w.index(stage))
+            tma_load(x, [group * tokens + token, k], bar, shared.x.index(stage))
             step += 1
 
 
@@ -93,15 +83,9 @@ def _store(
 
 @gluon.jit
 def _multiply(
-    x_tiles,
-    w_tiles,
-    out_tiles,
-    x_scale,
-    w_scale,
-    out,
-    out_scale,
-    full,
-    empty,
+    shared,
+    scales,
+    to,
     tokens,
     tiles,
     WG: gl.constexpr,
@@ -110,6 +94,9 @@ def _multiply(
     DTYPE: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):
+    x_tiles, w_tiles, out_tiles, full, empty = shared
+    x_scale, w_scale = scales
+    out, out_scale = to
     NB: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     waves = reinterpret(x_tiles, x_tiles.dtype, [STAGES * 4, WAVE, BLOCK_K], x_tiles.layout)
     summed: gl.constexpr = gl.NVMMADistributedLayout(
@@ -180,60 +167,17 @@ def _product(
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, BLOCK_K], x.layout)
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BLOCK_N, BLOCK_K], w.layout)
     out_tiles = gl.allocate_shared_memory(out.dtype, [4, WAVE, PART], out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for each in gl.static_range(STAGES):
-        mbarrier.init(full.index(each), count=1)
-        mbarrier.init(empty.index(each), count=2)
-    fence_async_shared()
-    barrier()
+    full, empty = in_turn(STAGES, 2)
+    shared = Shared(x_tiles, w_tiles, out_tiles, full, empty)
+    to = (out, out_scale)
     handover.begin(FIRST)
     handover.follow(FIRST, False, SECOND)
+    scales = (x_scale, w_scale)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (
-                    x_tiles,
-                    w_tiles,
-                    out_tiles,
-                    x_scale,
-                    w_scale,
-                    out,
-                    out_scale,
-                    full,
-                    empty,
-                    tokens,
-                    tiles,
-                    gl.constexpr(0),
-                    KB,
-                    N,
-                    DTYPE,
-                    BLOCKS,
-                ),
-            ),
-            (
-                _multiply,
-                (
-                    x_tiles,
-                    w_tiles,
-                    out_tiles,
-                    x_scale,
-                    w_scale,
-                    out,
-                    out_scale,
-                    full,
-                    empty,
-                    tokens,
-                    tiles,
-                    gl.constexpr(1),
-                    KB,
-                    N,
-                    DTYPE,
-                    BLOCKS,
-                ),
-            ),
-            (_load, (x, w, x_tiles, w_tiles, full, empty, tokens, tiles, KB, N)),
+            (_multiply, (shared, scales, to, tokens, tiles, 0, KB, N, DTYPE, BLOCKS)),
+            (_multiply, (shared, scales, to, tokens, tiles, 1, KB, N, DTYPE, BLOCKS)),
+            (_load, (x, w, shared, tokens, tiles, KB, N)),
         ],
         [4, 1],
         [232, 24],

@@ -220,15 +220,15 @@ def _scaled(acc, row_sum, old, new):
 
 
 @gluon.jit
-def _weigh(s, row_max, scale_log2, tiles, tile, last, TILE: gl.constexpr):
+def weigh(s, row_max, scale_log2, tiles, tile, last, kept):
     """Probabilities, also left for the other consumer, with the maxima that they are relative to.
     The heaviest is 1 and stays 1 when it is rounded."""
     rope, bars = tiles.rope, tiles.bars
     p = gl.exp2(s * scale_log2 - row_max[:, None])
     rope.index(tile).store(p.to(rope.dtype))
-    tiles.exchange.index(TILE).store(row_max)
+    tiles.exchange.index(kept).store(row_max)
     fence_async_shared()
-    arrive(bars, WEIGHED + TILE)
+    arrive(bars, WEIGHED + kept)
     mbarrier.arrive(bars.index(QUERY_FREE), count=1, pred=last)
     return p
 
@@ -306,7 +306,7 @@ def even_step(s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, st
     mine = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
     acc, row_sum = _scaled(acc, row_sum, row_max, mine)
     last = _is_last(step, steps)
-    p = _weigh(s, mine, scale_log2, tiles, zero, last, 0)
+    p = weigh(s, mine, scale_log2, tiles, zero, last, 0)
     row_sum += gl.sum(p, 1)
     weights = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
     running = warpgroup_mma(weights, left.index(zero), acc, is_async=True)
@@ -335,7 +335,7 @@ def odd_step(s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, ste
     running = warpgroup_mma(rope.index(zero), right.index(zero), acc, is_async=True)
     row_max = gl.maximum(other, gl.max(s, 1) * scale_log2)
     last = _is_last(step, steps)
-    p = _weigh(s, row_max, scale_log2, tiles, 1 + zero, last, 1)
+    p = weigh(s, row_max, scale_log2, tiles, 1 + zero, last, 1)
     weights = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
     acc = warpgroup_mma_wait(0, deps=[running])
     arrive(bars, RIGHT_FREE)
@@ -345,6 +345,17 @@ def odd_step(s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, ste
     acc = warpgroup_mma_wait(0, deps=[running])
     arrive(bars, RIGHT_FREE + 1)
     return row_max, row_sum, acc
+
+
+@gluon.jit
+def step_of(
+    NUMBER: gl.constexpr, s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps
+):
+    """Of the consumer of the even tiles, or of the odd ones."""
+    if NUMBER == 0:
+        return even_step(s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps)
+    else:
+        return odd_step(s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps)
 
 
 @gluon.jit
@@ -365,14 +376,9 @@ def consumer(tiles, per_split, items, scale_log2, to, C: gl.constexpr, NUMBER: g
             zero = step >> 30
             phase = t & 1
             s = _scores(tiles, t, NUMBER + zero, zero, NUMBER, C)
-            if NUMBER == 0:
-                row_max, row_sum, acc = even_step(
-                    s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps
-                )
-            else:
-                row_max, row_sum, acc = odd_step(
-                    s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps
-                )
+            row_max, row_sum, acc = step_of(
+                NUMBER, s, row_max, row_sum, acc, scale_log2, tiles, zero, phase, step, steps
+            )
             t += 1
         row_sum = total(row_sum, tiles, query_phase, NUMBER)
         query_phase = query_phase ^ 1

@@ -20,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....dispatch.common import memory
+from ...common.combine import statistics
 from ...common.gluon_names import cp_async, mma_v2
-from ...common.log2 import LN2, LOG2E
+from ...common.log2 import LOG2E
 from ...runtime import launches
 
 LOWEST = gl.constexpr(-1e30)
@@ -73,9 +74,7 @@ def ask(base, slot, stride, left, right, LAYOUT: gl.constexpr):
 def part(
     tiles,
     scale_log2,
-    partial,
-    partial_max,
-    partial_sum,
+    parts,
     row,
     split,
     head,
@@ -84,8 +83,9 @@ def part(
     ROPE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """What 16 heads make of one tile of keys that is on its way: partial [rows, HEADS, SPLITS,
-    512], not divided by the sum; partial_max, partial_sum likewise."""
+    """What 16 heads make of one tile of keys that is on its way.  Of `parts` partial is [rows,
+    HEADS, SPLITS, 512], not divided by the sum; partial_max, partial_sum likewise."""
+    partial, partial_max, partial_sum = parts
     queries, query_ropes, left, right, ropes, places = tiles
     S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     BLOCK_N: gl.constexpr = left.shape[0]
@@ -123,40 +123,37 @@ def part(
     gl.store(partial_sum + piece, gl.sum(p, 1), mask=mask)
 
 
+class Constants(NamedTuple):
+    HEADS: int
+    SPLITS: int
+    HAS_SINK: bool
+    STATS: bool
+    LSE: bool
+    ROOM: int
+    DOWN: int
+    WARPS: int
+
+
 @gluon.jit
 def _combine(
-    partial,
-    partial_max,
-    partial_sum,
-    sinks,
-    out,
-    softmax_max,
-    softmax_sum,
-    HEADS: gl.constexpr,
-    SPLITS: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-    STATS: gl.constexpr,
-    LSE: gl.constexpr,
-    ROOM: gl.constexpr,
-    DOWN: gl.constexpr,
-    WARPS: gl.constexpr,
+    partial, partial_max, partial_sum, sinks, out, softmax_max, softmax_sum, C: gl.constexpr
 ):
     """out of one row and head, some columns, from its SPLITS parts, always in the same order."""
     LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [ROOM // DOWN, 4], [1, 32], [DOWN, WARPS // DOWN], [1, 0]
+        [C.ROOM // C.DOWN, 4], [1, 32], [C.DOWN, C.WARPS // C.DOWN], [1, 0]
     )
-    WIDTH: gl.constexpr = 128 * WARPS // DOWN
+    WIDTH: gl.constexpr = 128 * C.WARPS // C.DOWN
     program = gl.program_id(0).to(gl.int64)
-    split = gl.arange(0, ROOM, layout=gl.SliceLayout(1, LAYOUT))
+    split = gl.arange(0, C.ROOM, layout=gl.SliceLayout(1, LAYOUT))
     d = gl.program_id(1) * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-    piece = program * SPLITS + split
+    piece = program * C.SPLITS + split
     gdc_wait()
-    if ROOM == SPLITS:
+    if C.ROOM == C.SPLITS:
         top = gl.load(partial_max + piece)
         weight = gl.load(partial_sum + piece)
         o = gl.load(partial + (piece * 512)[:, None] + d[None, :])
     else:
-        there = split < SPLITS
+        there = split < C.SPLITS
         top = gl.load(partial_max + piece, mask=there, other=LOWEST)
         weight = gl.load(partial_sum + piece, mask=there, other=0.0)
         at = partial + (piece * 512)[:, None] + d[None, :]
@@ -165,21 +162,16 @@ def _combine(
     scale = gl.exp2(top - row_max)
     row_sum = gl.sum(weight * scale, 0)
     total = row_sum
-    if HAS_SINK:
-        sink = gl.load(sinks + program % HEADS).to(gl.float32)
+    if C.HAS_SINK:
+        sink = gl.load(sinks + program % C.HEADS).to(gl.float32)
         total += gl.exp2(sink * LOG2E - row_max)
     o = gl.sum(o * scale[:, None], 0)
     valid = row_sum != 0  # a NaN is there, and stays one
     o = gl.where(valid, o / gl.where(valid, total, 1.0), 0.0)
     gl.store(out + program * 512 + d, o.to(out.dtype.element_ty))
-    if STATS:
+    if C.STATS:
         first = gl.program_id(1) == 0
-        row_max = gl.where(valid, row_max * LN2, float("-inf"))
-        if LSE:
-            gl.store(softmax_max + program, row_max + gl.log(row_sum), mask=first)
-        else:
-            gl.store(softmax_max + program, row_max, mask=first)
-            gl.store(softmax_sum + program, row_sum, mask=first)
+        statistics(softmax_max, softmax_sum, program, row_max, row_sum, valid, first, C.LSE)
 
 
 def parts_of(count: int, splits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,12 +195,7 @@ def combine(
     room = triton.next_power_of_2(splits)
     # a thread takes up to 16 parts of 4 columns
     down = min(4, max(1, room // 16))
-    launches.kernel(_combine, out.numel() // rank, down)(
-        *parts,
-        softmax_max if sinks is None else sinks,
-        out,
-        softmax_max,
-        softmax_max if softmax_sum is None else softmax_sum,
+    C = Constants(
         HEADS=heads,
         SPLITS=splits,
         HAS_SINK=sinks is not None,
@@ -217,6 +204,14 @@ def combine(
         ROOM=room,
         DOWN=down,
         WARPS=4,
-        num_warps=4,
+    )
+    launches.kernel(_combine, out.numel() // rank, down)(
+        *parts,
+        softmax_max if sinks is None else sinks,
+        out,
+        softmax_max,
+        softmax_max if softmax_sum is None else softmax_sum,
+        C=C,
+        num_warps=C.WARPS,
         launch_pdl=True,
     )

@@ -102,20 +102,8 @@ def _attend(
         cp_async(ropes, at, mask=(slot >= 0)[:, None])
     ask(key, slot, key_stride, left, right, GATHER)
     tiles = Tiles(queries, query_ropes, left, right, ropes, places)
-    part(
-        tiles,
-        scale_log2,
-        partial,
-        partial_max,
-        partial_sum,
-        row,
-        split,
-        head,
-        HEADS,
-        SPLITS,
-        ROPE,
-        WARPS,
-    )
+    parts = (partial, partial_max, partial_sum)
+    part(tiles, scale_log2, parts, row, split, head, HEADS, SPLITS, ROPE, WARPS)
 
 
 def _tile(count: int, heads: int, entries: int) -> int:

@@ -37,9 +37,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...common import gpu
-from ...common.gluon_names import barrier, cp_async, reinterpret, tma_load, tma_store
+from ...common.gluon_names import barrier, cp_async, reinterpret, tma_load
 from ...common.hopper.layouts import GATHER, LINE, S
-from ...common.hopper.tma import aligned, describe_box
+from ...common.hopper.tma import aligned, describe_box, store_box
 from ...common.log2 import LOG2E
 from ...runtime import launches
 from .mla_consumers import TURNED, WIDE, arrive
@@ -148,11 +148,7 @@ def _leave(acc, piece, desc, row, head, column):
     piece.store(acc.to(piece.dtype))
     fence_async_shared()
     barrier()
-    tma_store(
-        desc,
-        [row, head, column],
-        reinterpret(piece, piece.dtype, desc.block_shape, desc.layout),
-    )
+    store_box(desc, [row, head, column], piece)
 
 
 @gluon.jit
@@ -205,16 +201,8 @@ def _consumer0(
         p_smem.store(p.to(weights.dtype))
         fence_async_shared()
         barrier()
-        tma_store(
-            weights_desc,
-            [local, tile * 64, 0, head],
-            reinterpret(ds_smem, weights.dtype, weights_desc.block_shape, weights_desc.layout),
-        )
-        tma_store(
-            weights_desc,
-            [local, tile * 64, 1, head],
-            reinterpret(p_smem, weights.dtype, weights_desc.block_shape, weights_desc.layout),
-        )
+        store_box(weights_desc, [local, tile * 64, 0, head], ds_smem)
+        store_box(weights_desc, [local, tile * 64, 1, head], p_smem)
         a0 = warpgroup_mma_wait(3, deps=[a0])
         arrive(bars, PIECES)
         a1 = warpgroup_mma_wait(2, deps=[a1])

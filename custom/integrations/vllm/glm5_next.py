@@ -43,7 +43,7 @@ from .mla import (
     kept,
     write,
 )
-from .modes import SWITCH, check_modes
+from .modes import SWITCH, check_modes, usual_modes
 from .standing_in import standing_in
 
 POOLED = "attention to pools of keys"
@@ -148,11 +148,7 @@ class PooledLatent(MultiHeadLatentAttentionWrapper, Cache):
         check_modes(
             POOLED,
             config,
-            data_parallelism=config.parallel_config.data_parallel_size > 1,
-            drafts=config.speculative_config is not None,
-            quantized_weights=quant_config is not None,
-            caches_of_another_dtype_than_the_model=cache_config.cache_dtype
-            not in ("auto", f"{dtype}".removeprefix("torch.")),
+            **usual_modes(config, cache_config.cache_dtype, quant_config),
             a_rotary_part=qk_rope_head_dim > 0,
             keys_that_are_all_attended_to=m.indexer is None,
             a_gate=m.g_proj is not None,

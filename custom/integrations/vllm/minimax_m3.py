@@ -32,7 +32,7 @@ from vllm.platforms import current_platform
 
 from ...block_sparse import npu_block_indexer, npu_sparse_attention_score
 from .mla import PagedCache, SparseBackend, SparseMetadata, attended, write
-from .modes import check_modes
+from .modes import check_modes, usual_modes
 from .standing_in import standing_in
 
 BLOCKS = "attention to blocks of keys"
@@ -70,11 +70,7 @@ class BlockAttention(nn.Module, Cache):
         check_modes(
             BLOCKS,
             engine,
-            data_parallelism=engine.parallel_config.data_parallel_size > 1,
-            drafts=engine.speculative_config is not None,
-            quantized_weights=quant_config is not None,
-            caches_of_another_dtype_than_the_model=cache_config.cache_dtype
-            not in ("auto", f"{dtype}".removeprefix("torch.")),
+            **usual_modes(engine, cache_config.cache_dtype, quant_config),
             scores_other_than_the_largest=chosen.get("sparse_score_type", "max") != "max",
             an_indexer_with_heads_of_another_size=chosen["sparse_index_dim"] != size,
         )

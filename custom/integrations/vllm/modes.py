@@ -28,3 +28,14 @@ def check_modes(model: str, vllm_config: Any, **asked: bool) -> None:
         **{name.replace("_", " "): on for name, on in asked.items()},
     }
     refuse(SWITCH, model, modes)
+
+
+def usual_modes(vllm_config: Any, cache_dtype: str, quant_config: Any) -> dict[str, bool]:
+    """What layers are asked for that were tried alone, with weights and caches of one dtype."""
+    dtype = f"{vllm_config.model_config.dtype}".removeprefix("torch.")
+    return dict(
+        data_parallelism=vllm_config.parallel_config.data_parallel_size > 1,
+        drafts=vllm_config.speculative_config is not None,
+        quantized_weights=quant_config is not None,
+        caches_of_another_dtype_than_the_model=cache_dtype not in ("auto", dtype),
+    )

@@ -31,14 +31,8 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         _sequence(q, k, v, o, lse, options)
         return o, lse
     for rows, keys in sequences(x["cu_seqlens_q"], x["cu_seqlens_k"], q, k):
-        _sequence(
-            heads_first(q[rows]),
-            heads_first(k[keys]),
-            heads_first(v[keys]),
-            heads_first(o[rows]),
-            lse[rows].transpose(0, 1)[None],
-            options,
-        )
+        of_q, of_k, of_v, of_o = map(heads_first, (q[rows], k[keys], v[keys], o[rows]))
+        _sequence(of_q, of_k, of_v, of_o, lse[rows].transpose(0, 1)[None], options)
     return o, lse
 
 

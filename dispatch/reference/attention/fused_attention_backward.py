@@ -35,11 +35,7 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
             heads_first(v[keys]),
             lse[rows].transpose(0, 1)[None],
             delta[rows].transpose(0, 1)[None],
-            (
-                heads_first(grads[0][rows]),
-                heads_first(grads[1][keys]),
-                heads_first(grads[2][keys]),
-            ),
+            tuple(map(heads_first, (grads[0][rows], grads[1][keys], grads[2][keys]))),
             options,
         )
     return grads[0], grads[1], grads[2]

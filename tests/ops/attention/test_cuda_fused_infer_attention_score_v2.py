@@ -44,8 +44,9 @@ def ran(monkeypatch):
         monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
         monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 9)
         monkeypatch.setattr("custom.cuda_ops.common.gpu.shared_memory", lambda device: 227 << 10)
-        names = ("common.rows", "common.hopper.tma", "sparse_attention.hopper.mla_consumers")
-        used = (import_module(f"custom.cuda_ops.{name}") for name in names)
+        names = ("rows", "softmax", "hopper.tma")
+        used = [import_module(f"custom.cuda_ops.common.{name}") for name in names]
+        used.append(import_module("custom.cuda_ops.sparse_attention.hopper.mla_consumers"))
         stand_in(monkeypatch, here, plain, *used)
     return found
 

@@ -59,9 +59,9 @@ def ran(monkeypatch):
         from ...support.gluon_on_cpu import stand_in
 
         names = (
-            "common.rows", "common.hopper.rows", "common.combine", "common.sharedkv",
-            "deepseek_v4.hopper.places", "sparse_attention.hopper.mla_consumers",
-            "sparse_attention.hopper.mla_parts",
+            "common.rows", "common.hopper.rows", "common.combine", "common.softmax",
+            "common.sharedkv", "deepseek_v4.hopper.places",
+            "sparse_attention.hopper.mla_consumers", "sparse_attention.hopper.mla_parts",
         )  # fmt: skip
         monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
         monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 9)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 if INTERPRETED:
     pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
 
-from custom.cuda_ops.common.hopper import tma
+from custom.cuda_ops.common.hopper import barriers, tma
 from custom.cuda_ops.delta_rule import chunk_gated_delta_rule as chunk
 from custom.cuda_ops.delta_rule import chunk_gated_delta_rule_grad as chunk_grad
 from custom.cuda_ops.delta_rule.hopper import chunks
@@ -39,7 +39,7 @@ CASES = {
 @pytest.fixture
 def here(monkeypatch):
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
-    stand_in(monkeypatch, chunk.hopper, chunk_grad.hopper, chunks, tma)
+    stand_in(monkeypatch, chunk.hopper, chunk_grad.hopper, chunks, barriers, tma)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 if INTERPRETED:
     pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
 
-from custom.cuda_ops.common import approximate
+from custom.cuda_ops.common import approximate, lengths
 from custom.cuda_ops.common import kda as pairs
-from custom.cuda_ops.common.hopper import tma
+from custom.cuda_ops.common.hopper import barriers, tma
 from custom.cuda_ops.delta_rule import chunk_kda
 from custom.cuda_ops.delta_rule.hopper import chunk_kda_grad, chunks, kda, kda_walks
 
@@ -31,7 +31,8 @@ ERROR = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 @pytest.fixture
 def here(monkeypatch):
-    stand_in(monkeypatch, kda_walks, chunk_kda_grad, chunks, kda, pairs, approximate, tma)
+    used = chunks, kda, pairs, lengths, approximate, barriers, tma
+    stand_in(monkeypatch, kda_walks, chunk_kda_grad, *used)
     monkeypatch.setattr(approximate, "SIMULATED", True)
 
 

@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 if INTERPRETED:
     pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
 
-from custom.cuda_ops.common import approximate
+from custom.cuda_ops.common import approximate, lengths
 from custom.cuda_ops.common import kda as gates
-from custom.cuda_ops.common.hopper import tma
+from custom.cuda_ops.common.hopper import barriers, tma
 from custom.cuda_ops.delta_rule import chunk_kda as plain
 from custom.cuda_ops.delta_rule.hopper import chunk_kda, chunks, kda
 
@@ -31,7 +31,7 @@ ERROR = 5e-3
 
 @pytest.fixture
 def here(monkeypatch):
-    stand_in(monkeypatch, chunk_kda, chunks, kda, gates, approximate, tma)
+    stand_in(monkeypatch, chunk_kda, chunks, kda, gates, lengths, approximate, barriers, tma)
     monkeypatch.setattr(approximate, "SIMULATED", True)
 
 
