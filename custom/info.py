@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -159,8 +160,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if parser.parse_args(argv).doctor:
         return doctor.main()
-    for line in report():
-        print(line)
+    try:
+        for line in report():
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough; what is left goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

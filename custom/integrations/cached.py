@@ -52,18 +52,37 @@ W = TypeVar("W")
 
 class Converted(Generic[W]):
     """Weights of layers as our ops take them, by what converts those of a layer for its input; made
-    anew where the input has another dtype or device."""
+    anew where the input has another dtype or device, or the layer other weights: a copy of some
+    beside the new ones of others would be wrong in silence."""
 
     def __init__(self, convert: Callable[[Any, Tensor], W]) -> None:
         self.convert = convert
-        self.made: WeakKeyDictionary[Any, tuple[object, W]] = WeakKeyDictionary()
+        self.made: WeakKeyDictionary[Any, tuple[object, _Weights, W]] = WeakKeyDictionary()
 
     def __call__(self, layer: Any, x: Tensor) -> W:
         key = x.dtype, x.device
         made = self.made.get(layer)
-        if made is None or made[0] != key:
-            made = self.made[layer] = key, self.convert(layer, x)
-        return made[1]
+        if made is None or made[0] != key or not made[1].are_there():
+            made = self.made[layer] = key, _Weights(layer), self.convert(layer, x)
+        return made[2]
+
+
+class _Weights:
+    """The parameters of a layer: which, where, and how often they were written.  What is written
+    through `.data` is not counted."""
+
+    def __init__(self, layer: Any) -> None:
+        held = [each for m in layer.modules() for each in (m._parameters, m._modules)]
+        self.held = [(at, name, x) for at in held for name, x in at.items()]
+        self.tensors = [x for *_, x in self.held if isinstance(x, Tensor)]
+        self.counted = [x for x in self.tensors if not x.is_inference()]
+        self.state = self._state()
+
+    def _state(self) -> list[int]:
+        return [x.data_ptr() for x in self.tensors] + [x._version for x in self.counted]
+
+    def are_there(self) -> bool:
+        return self._state() == self.state and all(at.get(n) is x for at, n, x in self.held)
 
 
 def cached_by(layer: PagedLayer | None) -> tuple[int, Tensor | None]:

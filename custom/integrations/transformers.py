@@ -591,13 +591,13 @@ def use(
     either side of a text or inside; linear attention with a cache wants it on the left, as the
     models' own does. Without a cache a row may hold several documents, whose `position_ids` begin
     anew: they are kept apart. Any other mask is refused by the sparse attention, and is not read by
-    the linear one. The sparse attention is for inference: its cache becomes
-    paged at the first forward pass (a new cache for every context), and its weights are read once
-    per context: do not change them inside. On an NPU the attention of a decode step is one
-    graph a layer, from its second call on. Latent attention that sees every token is the same, and
-    with gradients, a cache that is not a new DynamicCache, in torch.compile or on an NPU the
-    model's own code. Linear attention keeps the model's cache, and has
-    gradients wherever it is not a decode step.
+    the linear one. The sparse attention is for inference: its cache becomes paged at the first
+    forward pass (a new cache for every context), and its weights are read again where they were
+    replaced or written, but not where they were written through `.data`, which does not count:
+    leave the context for that. On an NPU the attention of a decode step is one graph a layer, from
+    its second call on. Latent attention that sees every token is the same, and with gradients, a
+    cache that is not a new DynamicCache, in torch.compile or on an NPU the model's own code. Linear
+    attention keeps the model's cache, and has gradients wherever it is not a decode step.
 
     Args:
         weight_format: of the sparse attention. "linear": the model's own weights, no second copy.

@@ -28,6 +28,8 @@ from ..support.samples import sample
 every_gradient = pytest.mark.parametrize(
     "spec", [s for s in SPECS if s.differentiable], ids=lambda spec: spec.name
 )
+# of ops with sinks, the argument [.., N, D]
+HEADS = {"npu_sparse_attn_sharedkv": "q", "npu_sparse_flash_attention": "query"}
 
 
 class Call:
@@ -101,6 +103,22 @@ def test_a_graph_that_is_kept(spec):
     out = call.run()
     first = call.gradients(out, retain_graph=True)
     assert_equal(call.gradients(out), first)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@every_gradient
+def test_several_gradients_at_once(spec):
+    """As a Jacobian takes them with vectorize=True; with sinks where an op can have some."""
+    call = Call(spec)
+    if any(a.name == "sinks" for a in call.op._schema.arguments):
+        call.leaves["sinks"] = torch.randn(call.arguments[HEADS[spec.name]].shape[-2]).double()
+        call.arguments["sinks"] = call.leaves["sinks"].requires_grad_()
+    out = tuple(x for x in call.run() if x.requires_grad)
+    each = [weights(out), [torch.ones_like(x) for x in out]]
+    one, two = (call.gradients(out, grads, retain_graph=True) for grads in each)
+    both = [torch.stack(pair) for pair in zip(*each, strict=True)]
+    got = call.gradients(out, both, is_grads_batched=True)
+    assert_equal(got, {name: torch.stack([x, two[name]]) for name, x in one.items()})
 
 
 @every_gradient

@@ -31,6 +31,7 @@ from ..support.models import (  # noqa: E402
     bailing_hybrid,
     compiled_greedy,
     deepseek,
+    deepseek_v4,
     glm,
     glm5_next,
     greedy,
@@ -803,3 +804,24 @@ def test_the_decode_step_of_the_readme(name):
     mask = torch.full((S, S), -torch.inf).triu(1).expand(B, 1, S, S)
     own = layer.self_attn(x, position_embeddings=(cos, sin), attention_mask=mask)[0]
     torch.testing.assert_close(names["hidden"], own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weight_format", ["linear", "nz"])
+@pytest.mark.parametrize("how", ["written", "replaced", "moved"])
+@pytest.mark.parametrize("make", [deepseek, deepseek_v4, kimi_linear, glm5_next])
+@torch.no_grad()
+def test_weights_that_change_inside(make, how, weight_format):
+    """Those of a next checkpoint: no layer has some of them and copies of the last ones."""
+    model, ids = make(), torch.randint(1, 128, (1, 20))
+    others = {n: x.flip(0) if x.ndim > 1 else x.clone() for n, x in model.state_dict().items()}
+    with use(weight_format=weight_format):
+        before = model(ids, use_cache=False).logits
+        if how == "moved":
+            for name, weight in model.named_parameters():
+                weight.data = others[name]
+        else:
+            model.load_state_dict(others, assign=how == "replaced")
+        got = model(ids, use_cache=False).logits
+    wanted = model(ids, use_cache=False).logits
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(before, wanted, rtol=1e-2, atol=1e-2)

@@ -363,6 +363,15 @@ def test_python_dash_m_works_from_anywhere(tmp_path):
     assert done.returncode == 0 and "npu_sparse_attention_pto" in done.stdout, done.stderr
 
 
+def test_info_ends_in_silence_where_nobody_reads_on(tmp_path):
+    command = [sys.executable, "-m", "custom.info"]
+    kept = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen(command, cwd=tmp_path, **kept) as running:
+        running.stdout.close()
+        said = running.stderr.read()
+    assert (running.returncode, said) == (0, b"")
+
+
 def test_workers_share_the_gpus():
     """Every worker sees all of them, and tests on its last one."""
     devices = ["0", "1", "2", "5"]

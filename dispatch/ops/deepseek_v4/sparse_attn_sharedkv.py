@@ -88,5 +88,5 @@ def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> dict[str, 
         whole = torch.logaddexp(lse.view(out.shape[:-1]), sinks).clamp(limits.min, limits.max)
         share = torch.exp(sinks.clamp(max=limits.max) - whole)
         delta = (d_out.to(sinks.dtype) * out.to(sinks.dtype)).sum(-1)
-        d["sinks"] = -(share * delta).flatten(0, -2).sum(0)
+        d["sinks"] = -(share * delta).sum([*range(delta.ndim - 1)])
     return d

@@ -218,7 +218,7 @@ def backward(ctx: Any, d_out: Tensor | None, _: None, d_sum: Tensor | None) -> d
         # the gradient op knows no sinks: they enter through the denominator, of `out` alone
         top, total, share = _with_sinks(softmax_max, softmax_sum, sinks)
         delta = (d_out.to(sinks.dtype) * out.to(sinks.dtype)).sum(-1)
-        d["sinks"] = -(share.view(delta.shape) * delta).flatten(0, -2).sum(0)
+        d["sinks"] = -(share.view(delta.shape) * delta).sum([*range(delta.ndim - 1)])
         grads = gradients(d_out, top, total, None)
         if d_sum is not None:
             more = gradients(torch.zeros_like(out), softmax_max, softmax_sum, d_sum)
