@@ -83,4 +83,7 @@ def forward(**arguments: Any) -> Tensor:
                 compressor.forward(**a.of_index_keys(start))
         if a.idx_k is not None:
             indices = a.selected(STAGES, query_index, weights)
-    return a.attended(STAGES, query, indices)
+    out = a.attention(STAGES)(**a.of_attention(query, indices))[0]
+    last, given = a.output(STAGES, out)
+    done: Tensor = last(**given)
+    return done

@@ -297,10 +297,6 @@ class Layer:
             self.compress(stages)
             if self.idx_k is not None:
                 indices = self.selected(stages, query_index, weights)
-        return self.attended(stages, query, indices)
-
-    def attended(self, stages: Stages, query: Tensor, indices: Tensor | None) -> Tensor:
-        """The attention and what follows it."""
         out = self.attention(stages)(**self.of_attention(query, indices))[0]
         last, given = self.output(stages, out)
         done: Tensor = last(**given)
