@@ -81,7 +81,7 @@ TRITON: dict[str, Any] = dict(
 )
 WHOLE = "FULL_DECODE_ONLY"
 DRAFTED = 2
-DRAFTS: dict[str, Any] = dict(speculative_config=dict(method="mtp", num_speculative_tokens=DRAFTED))
+DRAFTS: dict[str, Any] = dict(method="mtp", num_speculative_tokens=DRAFTED)
 NARROW: dict[str, Any] = dict(num_hidden_layers=4, hidden_size=2048, intermediate_size=4096)
 SLEEP: dict[str, Any] = dict(enable_sleep_mode=True)
 ENVIRONMENT = {
