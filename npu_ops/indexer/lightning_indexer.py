@@ -401,18 +401,6 @@ def as_key(number):
 
 
 @triton.jit
-def ones(found):
-    """1 where found, in 16 bits, of which the vector unit adds twice as many a turn."""
-    return tl.where(found, tl.full(found.shape, 1, tl.int16), tl.zeros(found.shape, tl.int16))
-
-
-@triton.jit
-def counted(found):
-    """The sum of `ones` that are added up place by place of a tile: no row has 2**15 tiles."""
-    return tl.sum(found.to(tl.float32), 0)
-
-
-@triton.jit
 def narrower(low, high, most, least, key, count, wanted):
     """The bracket, and what is not below its ends, by one more count."""
     enough = count >= wanted
@@ -428,17 +416,17 @@ def search(of_row, n, low, high, most, least, key1, key2, key3, wanted, TILE: tl
     three ascending keys; one that is not inside it changes nothing."""
     c = tl.arange(0, TILE)
     at1, at2, at3 = as_float(key1), as_float(key2), as_float(key3)
-    above1 = tl.zeros((TILE,), tl.int16)
-    above2 = tl.zeros((TILE,), tl.int16)
-    above3 = tl.zeros((TILE,), tl.int16)
+    above1 = tl.zeros((TILE,), tl.float32)
+    above2 = tl.zeros((TILE,), tl.float32)
+    above3 = tl.zeros((TILE,), tl.float32)
     for s in range(0, n, TILE):
         v = tl.load(of_row + s + c, mask=c < n - s, other=float("-inf"))
-        above1 += ones(v >= at1)
-        above2 += ones(v >= at2)
-        above3 += ones(v >= at3)
-    low, high, most, least = narrower(low, high, most, least, key1, counted(above1), wanted)
-    low, high, most, least = narrower(low, high, most, least, key2, counted(above2), wanted)
-    return narrower(low, high, most, least, key3, counted(above3), wanted)
+        above1 += tl.where(v >= at1, 1.0, 0.0)
+        above2 += tl.where(v >= at2, 1.0, 0.0)
+        above3 += tl.where(v >= at3, 1.0, 0.0)
+    low, high, most, least = narrower(low, high, most, least, key1, tl.sum(above1, 0), wanted)
+    low, high, most, least = narrower(low, high, most, least, key2, tl.sum(above2, 0), wanted)
+    return narrower(low, high, most, least, key3, tl.sum(above3, 0), wanted)
 
 
 @triton.jit
@@ -518,7 +506,7 @@ def collect(
     between which the `chosen`-th is likely to lie, by the sample as well.
 
     A core takes a piece of a row, whose candidates follow those of the pieces before, which it
-    counts; the last ones count the most, and have the fewest tiles.
+    counts.
     """
     p = tl.arange(0, TILE)
     c = tl.arange(0, COUNT_TILE)
@@ -547,14 +535,14 @@ def collect(
             ranked = sampled(of_row, n, QUARTER, EACH)
             least = reached_by(ranked, n, aim, QUARTER)
             tiles = (n + TILE - 1) // TILE
-            begin = (tiles * piece + pieces - 1) // pieces
-            before = tl.minimum(begin * TILE, n)
-            above = tl.zeros((COUNT_TILE,), tl.int16)
+            begin = tiles * piece // pieces
+            before = begin * TILE
+            above = tl.zeros((COUNT_TILE,), tl.float32)
             for s in range(0, before, COUNT_TILE):
                 v = tl.load(of_row + s + c, mask=c < before - s, other=float("-inf"))
-                above += ones(v >= least)
-            written = counted(above).to(tl.int32)
-            for tile in range(begin, (tiles * (piece + 1) + pieces - 1) // pieces):
+                above += tl.where(v >= least, 1.0, 0.0)
+            written = tl.sum(above, 0).to(tl.int32)
+            for tile in range(begin, tiles * (piece + 1) // pieces):
                 s = tile * TILE
                 v = tl.load(of_row + s + p, mask=p < n - s, other=float("-inf"))
                 taken = tl.sum(tl.where(v >= least, 1.0, 0.0), 0).to(tl.int32)
@@ -723,15 +711,15 @@ def topk(
         tiles = (n + SORT_TILE - 1) // SORT_TILE
         begin = tiles * piece // pieces
         before = begin * SORT_TILE
-        higher = tl.zeros((COUNT_TILE,), tl.int16)
-        alike = tl.zeros((COUNT_TILE,), tl.int16)
+        higher = tl.zeros((COUNT_TILE,), tl.float32)
+        alike = tl.zeros((COUNT_TILE,), tl.float32)
         for s in range(0, before, COUNT_TILE):
             v = tl.load(of_row + s + c, mask=c < before - s, other=float("-inf"))
-            higher += ones(v > at_least)
-            alike += ones(v == at_least)
-        written = tl.minimum(counted(alike).to(tl.int32), ties)
+            higher += tl.where(v > at_least, 1.0, 0.0)
+            alike += tl.where(v == at_least, 1.0, 0.0)
+        written = tl.minimum(tl.sum(alike, 0).to(tl.int32), ties)
         ties -= written
-        written += counted(higher).to(tl.int32)
+        written += tl.sum(higher, 0).to(tl.int32)
         for tile in range(begin, tiles * (piece + 1) // pieces):
             s = tile * SORT_TILE
             v = tl.load(of_row + s + p, mask=p < n - s, other=float("-inf"))

@@ -669,8 +669,8 @@ CONTROLS = (
     Control(
         "the candidates of the pieces before",
         OP[4:],
-        "before = tl.minimum(begin * TILE, n)",
-        "before = tl.minimum(begin * TILE, n) - TILE",
+        "before = begin * TILE",
+        "before = begin * TILE - TILE",
         "candidates",
     ),
     Control(
@@ -746,7 +746,7 @@ CONTROLS = (
     Control(
         "a piece is packed where the row begins",
         OP[4:],
-        "written += counted(higher).to(tl.int32)",
+        "written += tl.sum(higher, 0).to(tl.int32)",
         "written += 0",
         "paged, k 2048 of 2049, 2048 and 5000",
     ),
