@@ -129,6 +129,11 @@ CASES = tuple(
             call([72], (1, 1), (16, 16), packed=False, **forward.TO_2),
             torch.bfloat16,
         ),
+        (
+            "more sequences than tokens",
+            call([1] * 3, (1, 1), (16, 16), packed=False),
+            torch.bfloat16,
+        ),
     )
 )
 CONTROLS = (

@@ -141,6 +141,7 @@ CASES = (
             select_num_idx=lambda x: x.ints(torch.tensor([[3, 0], [0, 3]])),
         ),
     ),
+    Case(OP, "144 heads of one key, blocks of 48", paged([2], [100], 144, 1, 32, 48, 3, page=16)),
 )
 # in place, all heads of keys at once; else three kernels a head
 LAUNCHES = {"MiniMax-M3, two heads of keys": 3, "8 heads, pages of 256": 3, "Qwen4-Exp": 6}

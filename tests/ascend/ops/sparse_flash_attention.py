@@ -316,6 +316,7 @@ CASES = (
         "pages far apart",
         far_apart(paged([300, 1], 2, 16, 64, sizes=(128, 32)), "key", "key_rope", alike=True),
     ),
+    Case(OP, "one token, 144 heads, k 512", paged([600], 1, 144, 512, sizes=(128, 32))),
 )
 CONTROLS = (
     Control(
