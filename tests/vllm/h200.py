@@ -37,8 +37,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import checkpoints, serve
-
 DEVICE = os.environ.get("DEVICE", "cuda")  # "cpu": the script itself, on tiny models
 COUNTS, REQUESTS, NEW, CONTEXT = (1, 16, 64), 16, 128, 8192
 if DEVICE == "cpu":
@@ -324,12 +322,14 @@ def turn(root: Path) -> Iterator[None]:
 
 def save(model: Any, folder: Path, drafts: str) -> None:
     """Once for all parts that have it: the weights are the same."""
+    from .checkpoints import add_drafts
+
     with Path(f"{folder}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             model.save_pretrained(folder, max_shard_size="100GB")
             if drafts:
-                checkpoints.add_drafts(folder / "model.safetensors", drafts)
+                add_drafts(folder / "model.safetensors", drafts)
 
 
 def start(part: Part, model: Any, folder: Path) -> Any:
@@ -375,6 +375,8 @@ def run(name: str, root: Path, told: Path | None) -> Iterator[dict[str, Any]]:
     import torch
 
     from custom.bench.models import MODELS
+
+    from . import checkpoints, serve
 
     (made,) = [each for each in MODELS if each.name == part.model]
     model = replace(made, changes=made.changes | part.narrow).make(torch.device(DEVICE))

@@ -33,7 +33,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from . import checkpoints, h200, serve
-from .h200 import DEVICE, TRITON, WHOLE, Part
+from .h200 import DEVICE, NARROW, TRITON, WHOLE, Part
 
 SMALL = DEVICE == "cpu"
 LONGEST, NEW = 200 if SMALL else 500, 64  # tokens of a prompt, and of an answer
@@ -56,7 +56,6 @@ class Load(NamedTuple):
 
 
 GRAPH = None if SMALL else WHOLE
-NARROW: dict[str, Any] = dict(num_hidden_layers=4, hidden_size=2048, intermediate_size=4096)
 LOADS = {
     "deepseek": Load(
         Part("DeepSeek-V3.2", GRAPH),
