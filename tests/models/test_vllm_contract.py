@@ -590,11 +590,12 @@ def test_fused_projections_are_put_in_order_as_they_are_read(load_format, quanti
         assert [x.tolist() for x in read] == [list(range(len(rows))), list(range(16))]
 
 
-@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.parametrize("uniform", [True, False, "padded"])
 def test_the_next_step_goes_on_from_the_last_draft_taken(uniform, gdn, monkeypatch):
     """Two steps of drafts, some refused, beside a prefill: as the tokens that remain, one by one.
 
     `uniform`: all bring as many tokens as they have slots; else one brings fewer than were taken.
+    "padded": a captured graph is of more requests, whose tokens are nobody's.
     """
     torch.manual_seed(0)
     heads, value_heads, size, width, drafts = 2, 4, 16, 4, 2
@@ -629,18 +630,20 @@ def test_the_next_step_goes_on_from_the_last_draft_taken(uniform, gdn, monkeypat
     def step(lengths: list[int], prefill: int, accepted: list[int]) -> None:
         """`accepted`: how many of these tokens, drafts behind the first, will remain."""
         tokens = sum(lengths) + prefill
-        qkvz = torch.randn(tokens, channels + value_heads * size)
-        ba = torch.randn(tokens, 2 * value_heads)
-        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        more = 3 if uniform == "padded" and not prefill else 0  # requests of nobody
+        padded = tokens + more * len(slots[0])
+        qkvz = torch.randn(padded, channels + value_heads * size)
+        ba = torch.randn(padded, 2 * value_heads)
+        starts = torch.tensor([0, *lengths, *[0] * more]).cumsum(0).int()
         same = len({*lengths}) == 1
         vars(batch).update(
             spec_sequence_masks=torch.ones(2, dtype=torch.bool),
-            num_spec_decodes=2,
-            spec_token_indx=torch.arange(prefill, tokens),
+            num_spec_decodes=2 + more,
+            spec_token_indx=torch.arange(prefill, padded),
             non_spec_token_indx=torch.arange(prefill),
             spec_query_start_loc=starts,
-            spec_state_indices_tensor=slots,
-            num_accepted_tokens=torch.tensor(kept, dtype=torch.int32),
+            spec_state_indices_tensor=torch.cat([slots, slots.new_zeros(more, 3)]),
+            num_accepted_tokens=torch.tensor([*kept, *[1] * more], dtype=torch.int32),
             uniform_spec_sequence_length=lengths[0] if same else None,
             num_decode_tokens=0,
             num_prefills=int(prefill > 0),
@@ -649,10 +652,10 @@ def test_the_next_step_goes_on_from_the_last_draft_taken(uniform, gdn, monkeypat
             prefill_query_start_loc=torch.tensor([0, prefill]),
             prefill_has_initial_state=torch.tensor([False]),
         )
-        out = torch.full((tokens, value_heads, size), torch.nan)
+        out = torch.full((padded, value_heads, size), torch.nan)
         gdn.GatedDelta._forward_core_fused_norm_packed(layer, qkvz, ba, out)
-        assert not out.isnan().any()
-        for request, start in enumerate(starts[:-1].tolist()):
+        assert not out[:tokens].isnan().any()
+        for request, start in enumerate(starts[: len(lengths)].tolist()):
             here = slice(prefill + start, prefill + start + accepted[request])
             taken.append((request, qkvz[here], ba[here], out[here]))
         kept[:] = accepted

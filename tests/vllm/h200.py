@@ -465,7 +465,8 @@ def report(name: str, root: Path, told: Path | None) -> tuple[dict[str, Any], bo
         f"{name}: too far off: {count} tokens of text {number}, from the {first}. on"
         for number, count, first in x.get("wrong", [])
     ]
-    tail = [] if judged else [f"{name} failed:", *said.strip().splitlines()[-25:]]
+    lines = [line for line in said.strip().splitlines() if "frame #" not in line]  # of C++
+    tail = [] if judged else [f"{name} failed:", *lines[-40:]]
     more = [f"{name}: {what}: {x[what]}" for what in ("drafts", "slept") if what in x]
     for line in [*more, *far, *tail]:
         print(line)

@@ -156,6 +156,7 @@ class DeltaRule:
             taken = None
         token = torch.arange(len(qkv), device=qkv.device)
         request = torch.bucketize(token, starts[1:], right=True).clamp(max=n - 1)
+        place = (token - starts[request]).clamp(max=slots.shape[1] - 1)  # padding runs on
         q, k, v, g = self.gates(mixed, a)
         out = npu_recurrent_gated_delta_rule(
             q,
@@ -165,7 +166,7 @@ class DeltaRule:
             beta=b.sigmoid() * (1 + self.allow_neg_eigval),
             g=g,
             actual_seq_lengths=starts.diff(),
-            ssm_state_indices=slots[request, token - starts[request]],
+            ssm_state_indices=slots[request, place],
             num_accepted_tokens=taken,
         )
         core_attn_out[every] = self.gated(out, z)
