@@ -42,8 +42,9 @@ class Places(NamedTuple):
     ENTRIES: bool
 
 
-class Source(NamedTuple):
-    """What notes are made of."""
+class Lengths(NamedTuple):
+    """Prefix sums of tokens, rows and entries, how many of them count, and a row's own numbers of
+    keys."""
 
     cu_q: Any
     used_q: Any
@@ -52,6 +53,12 @@ class Source(NamedTuple):
     cu_cmp: Any
     ori_length: Any
     cmp_length: Any
+
+
+class Source(NamedTuple):
+    """What notes are made of."""
+
+    lengths: Any
     tokens: Any
     requests: Any
     extents: Any  # window, ratio, most keys of a request, most keys named; of rows, of entries
@@ -65,6 +72,15 @@ class Note(NamedTuple):
     closed: Any
     first_row: Any
     first_entry: Any
+
+
+class Names(NamedTuple):
+    """What names keys in both caches: indices of rows, tables of requests."""
+
+    ori_index: Any
+    cmp_index: Any
+    ori_table: Any
+    cmp_table: Any
 
 
 class Named(NamedTuple):
@@ -91,10 +107,10 @@ def _span(bounds, request, inside, most):
 @triton.jit
 def sums_of(of):
     """The requests of query rows, whose sums begin with 0, for `request_of`."""
-    if of.cu_q is None:
+    if of.lengths.cu_q is None:
         sums = rows.Requests(0, 0, 0, of.tokens, 1, 0, 0, 0)
     else:
-        sums = rows.Requests(of.cu_q, 0, 0, of.tokens, of.requests + 1, 0, 0, 0)
+        sums = rows.Requests(of.lengths.cu_q, 0, 0, of.tokens, of.requests + 1, 0, 0, 0)
     return sums
 
 
@@ -106,12 +122,12 @@ def note_of(row, passed, first, stop, of, P: tl.constexpr):
     ori_count, cmp_count = of.extents[4], of.extents[5]
     request = passed
     inside = row >= 0
-    if of.cu_q is not None:
+    if of.lengths.cu_q is not None:
         inside = (passed > 0) & (passed <= of.requests)
         request = tl.where(inside, passed - 1, 0)
     end = stop - first
-    if of.used_q is not None:
-        used = tl.load(of.used_q + request, mask=inside, other=0)
+    if of.lengths.used_q is not None:
+        used = tl.load(of.lengths.used_q + request, mask=inside, other=0)
         end = tl.minimum(rows.within(used, of.tokens), end)
     left = tl.where(inside, tl.maximum(end - (row - first).to(tl.int32), 0), 0)
     limit = left
@@ -121,19 +137,19 @@ def note_of(row, passed, first, stop, of, P: tl.constexpr):
     first_row = 0
     first_entry = 0
     if P.SLOTS:
-        if of.ori_length is not None:
-            near = tl.minimum(rows.within(tl.load(of.ori_length + row), ori_count), near)
-        if of.cmp_length is not None:
-            far = tl.minimum(rows.within(tl.load(of.cmp_length + row), cmp_count), far)
+        if of.lengths.ori_length is not None:
+            near = tl.minimum(rows.within(tl.load(of.lengths.ori_length + row), ori_count), near)
+        if of.lengths.cmp_length is not None:
+            far = tl.minimum(rows.within(tl.load(of.lengths.cmp_length + row), cmp_count), far)
     else:
         keys = ori_reach
         closed = cmp_reach
         if P.KEYS == rows.TND:
-            first_row, keys = _span(of.cu_ori, request, inside, ori_reach)
+            first_row, keys = _span(of.lengths.cu_ori, request, inside, ori_reach)
             if P.ENTRIES:
-                first_entry, closed = _span(of.cu_cmp, request, inside, cmp_reach)
-        if of.used_kv is not None:
-            used = tl.load(of.used_kv + request, mask=inside, other=0)
+                first_entry, closed = _span(of.lengths.cu_cmp, request, inside, cmp_reach)
+        if of.lengths.used_kv is not None:
+            used = tl.load(of.lengths.used_kv + request, mask=inside, other=0)
             keys = tl.minimum(rows.within(used, ori_reach), keys)
         limit = tl.where(left > 0, tl.maximum(keys - left + 1, 0), 0)
         near = tl.minimum(limit, window)
@@ -150,13 +166,7 @@ def note_of(row, passed, first, stop, of, P: tl.constexpr):
 )  # fmt: skip
 def _note(
     notes,
-    cu_q,
-    used_q,
-    used_kv,
-    cu_ori,
-    cu_cmp,
-    ori_length,
-    cmp_length,
+    lengths,
     tokens,
     requests,
     window,
@@ -169,9 +179,7 @@ def _note(
     P: tl.constexpr,
 ):
     extents = (window, ratio, ori_reach, cmp_reach, ori_count, cmp_count)
-    of = Source(
-        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, extents
-    )
+    of = Source(lengths, tokens, requests, extents)
     row = tl.program_id(0).to(tl.int64)
     passed, first, stop = rows.request_of(row, sums_of(of), LAYOUT)
     note = note_of(row, passed, first, stop, of, P)
@@ -351,14 +359,10 @@ class Keys:
         return (*(self.source[x] for x in names), *(self.arguments[x] for x in sizes))
 
     @property
-    def tensors(self) -> dict[str, Any]:
-        """All others of `source` and `arguments`."""
+    def others(self) -> dict[str, Any]:
+        """What else kernels take of `source` and `arguments`."""
         given = self.source | self.arguments
-        return {
-            name: x
-            for name, x in given.items()
-            if x is None or isinstance(x, Tensor) or name in ("tokens", "requests")
-        }
+        return {name: given[name] for name in ("names", "lengths", "tokens", "requests")}
 
 
 class Attention(NamedTuple):
@@ -434,10 +438,7 @@ def keys(
         near=ori_count if slots else window,
         far=cmp_count if places.PICKED else cmp_reach,
         arguments=dict(
-            ori_index=ori_index,
-            cmp_index=cmp_index,
-            ori_table=ori_block_table,
-            cmp_table=cmp_block_table,
+            names=Names(ori_index, cmp_index, ori_block_table, cmp_block_table),
             ori_pages=ori_pages,
             cmp_pages=cmp_pages,
             ori_size=ori_size,
@@ -449,13 +450,15 @@ def keys(
         ),
         places=places,
         source=dict(
-            cu_q=cu_seqlens_q,
-            used_q=seqused_q,
-            used_kv=seqused_kv,
-            cu_ori=cu_seqlens_ori_kv,
-            cu_cmp=cu_seqlens_cmp_kv,
-            ori_length=ori_topk_length,
-            cmp_length=cmp_topk_length,
+            lengths=Lengths(
+                cu_seqlens_q,
+                seqused_q,
+                seqused_kv,
+                cu_seqlens_ori_kv,
+                cu_seqlens_cmp_kv,
+                ori_topk_length,
+                cmp_topk_length,
+            ),
             tokens=tokens,
             requests=requests,
             window=window,

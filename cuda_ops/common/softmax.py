@@ -35,12 +35,12 @@ def merged(top, weight, sinks, head, HAS_SINK: tl.constexpr):
 
 
 @triton.jit
-def finish(row_max, row_sum, heads, sinks, places, WIDTH: tl.constexpr, C: tl.constexpr):
+def finish(row_max, row_sum, heads, sinks, results, WIDTH: tl.constexpr, C: tl.constexpr):
     """(1 / sums with the sinks, where WIDTH columns belong, which heads saw a key) of `heads`: row,
-    part of its keys, heads, which of them exist.  `places`: the output, and the parts with their
-    statistics, which are stored here; what merges them may begin."""
+    part of its keys, heads, which of them exist.  The statistics of parts are stored here; what
+    merges them may begin."""
     row, split, head, mask = heads
-    out, partial, partial_max, partial_sum = places
+    out, partial, partial_max, partial_sum = results
     if C.CHAINED:
         gdc_launch_dependents()
     seen = row_sum != 0  # a NaN is there, and stays one

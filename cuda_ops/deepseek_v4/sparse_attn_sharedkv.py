@@ -111,17 +111,11 @@ def _attend(
     cmp_rotary,
     ori_scales,
     cmp_scales,
-    ori_index,
-    cmp_index,
-    ori_table,
-    cmp_table,
+    names,
     notes,
     slots,
     sinks,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
+    results,
     lse,
     scale_log2,
     ori_pages,
@@ -154,10 +148,10 @@ def _attend(
     split = program // HEAD_TILES % C.SPLITS
     row = (program // (HEAD_TILES * C.SPLITS)).to(tl.int64)
     note = sharedkv.noted(notes, row)
-    ori_index = sharedkv.of_row(ori_index, row, ori_index_row)
-    cmp_index = sharedkv.of_row(cmp_index, row, cmp_index_row)
-    ori_table = sharedkv.of_row(ori_table, note.request, ori_table_row)
-    cmp_table = sharedkv.of_row(cmp_table, note.request, cmp_table_row)
+    ori_index = sharedkv.of_row(names.ori_index, row, ori_index_row)
+    cmp_index = sharedkv.of_row(names.cmp_index, row, cmp_index_row)
+    ori_table = sharedkv.of_row(names.ori_table, note.request, ori_table_row)
+    cmp_table = sharedkv.of_row(names.cmp_table, note.request, cmp_table_row)
     named = sharedkv.Named(
         ori_index, cmp_index, ori_table, cmp_table, ori_pages, cmp_pages, ori_size, cmp_size
     )
@@ -179,7 +173,6 @@ def _attend(
     q_rows = q + row * q_row + (head * q_head)[:, None] + d[None, :]
     q_tile = tl.load(q_rows, mask=head_mask[:, None] & (d < C.D)[None, :], other=0.0)
     heads = (row, split, head, head_mask)
-    places = (out, partial, partial_max, partial_sum)
     row_max = tl.full([C.BLOCK_H], LOWEST, tl.float32)
     row_sum = tl.full([C.BLOCK_H], 0.0, tl.float32)
     acc = tl.full([C.BLOCK_H, C.BLOCK_D], 0.0, tl.float32)
@@ -234,7 +227,7 @@ def _attend(
             weight, alpha, row_sum, row_max = softmax.step(s, row_max, row_sum)
             p = weight.to(k_tile.dtype)
         acc = tl.dot(p, k_tile, acc * alpha[:, None], input_precision="ieee")
-    inverse, to, seen = softmax.finish(row_max, row_sum, heads, sinks, places, C.D, C)
+    inverse, to, seen = softmax.finish(row_max, row_sum, heads, sinks, results, C.D, C)
     if C.SPLITS == 1 and C.STATS:
         piece = row * C.HEADS + head
         log = row_max * LN2 + tl.log(tl.where(seen, row_sum, 1.0))
@@ -329,8 +322,7 @@ def attend(
         cmp[2],
         slots=slots,
         sinks=sinks,
-        out=out,
-        **parts.arguments,
+        results=parts.results(out),
         lse=lse,
         scale_log2=scale_log2,
         notes=sharedkv.note(keys, device),

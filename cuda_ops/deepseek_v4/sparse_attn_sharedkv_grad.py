@@ -51,10 +51,7 @@ def _gradients(
     q,
     ori,
     cmp,
-    ori_index,
-    cmp_index,
-    ori_table,
-    cmp_table,
+    names,
     notes,
     d_out,
     out,
@@ -95,10 +92,17 @@ def _gradients(
     HEAD_TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     row = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
     note = sharedkv.noted(notes, row)
-    ori_index = sharedkv.of_row(ori_index, row, ori_index_row)
-    cmp_index = sharedkv.of_row(cmp_index, row, cmp_index_row)
+    ori_index = sharedkv.of_row(names.ori_index, row, ori_index_row)
+    cmp_index = sharedkv.of_row(names.cmp_index, row, cmp_index_row)
     named = sharedkv.Named(
-        ori_index, cmp_index, ori_table, cmp_table, ori_pages, cmp_pages, ori_size, cmp_size
+        ori_index,
+        cmp_index,
+        names.ori_table,
+        names.cmp_table,
+        ori_pages,
+        cmp_pages,
+        ori_size,
+        cmp_size,
     )
     head = (tl.program_id(0) % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
     head_mask = head < C.HEADS

@@ -235,23 +235,11 @@ def _attend(
     q,
     ori,
     cmp,
-    ori_index,
-    cmp_index,
-    ori_table,
-    cmp_table,
+    names,
     sinks,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
+    results,
     lse,
-    cu_q,
-    used_q,
-    used_kv,
-    cu_ori,
-    cu_cmp,
-    ori_length,
-    cmp_length,
+    lengths,
     scale_log2,
     tokens,
     requests,
@@ -264,11 +252,9 @@ def _attend(
     UNIT: gl.constexpr,
 ):
     gdc_wait()
-    of = sharedkv.Source(
-        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, extents
-    )
-    caches = Caches(ori, cmp, ori_index, cmp_index, ori_table, cmp_table, extents)
-    to = Output(out, partial, partial_max, partial_sum, lse, lse, sinks)
+    of = sharedkv.Source(lengths, tokens, requests, extents)
+    caches = Caches(ori, cmp, names, extents)
+    to = Output(results, lse, lse, sinks)
     # the right halves: the rotary copies of 128 threads beside them
     RIGHTS: gl.constexpr = 129 if q.dtype.element_ty == gl.bfloat16 else 1
     # the queries: copies of 128 threads, and the number of steps

@@ -156,23 +156,11 @@ def _attend(
     q,
     ori,
     cmp,
-    ori_index,
-    cmp_index,
-    ori_table,
-    cmp_table,
+    names,
     sinks,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
+    results,
     lse,
-    cu_q,
-    used_q,
-    used_kv,
-    cu_ori,
-    cu_cmp,
-    ori_length,
-    cmp_length,
+    lengths,
     scale_log2,
     tokens,
     requests,
@@ -185,11 +173,9 @@ def _attend(
     UNIT: gl.constexpr,
 ):
     gdc_wait()
-    of = sharedkv.Source(
-        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, extents
-    )
-    caches = Caches(ori, cmp, ori_index, cmp_index, ori_table, cmp_table, extents)
-    to = Output(out, partial, partial_max, partial_sum, lse, lse, sinks)
+    of = sharedkv.Source(lengths, tokens, requests, extents)
+    caches = Caches(ori, cmp, names, extents)
+    to = Output(results, lse, lse, sinks)
     # the queries: copies of 128 threads, and the number of steps
     tiles = tiles_of(ori.dtype.element_ty, 0, [3, 128], 128, 128, 129)
     gl.warp_specialize(

@@ -48,20 +48,9 @@ def _attend(
     q,
     ori,
     cmp,
-    ori_index,
-    cmp_index,
-    ori_table,
-    cmp_table,
-    partial,
-    partial_max,
-    partial_sum,
-    cu_q,
-    used_q,
-    used_kv,
-    cu_ori,
-    cu_cmp,
-    ori_length,
-    cmp_length,
+    names,
+    parts,
+    lengths,
     scale_log2,
     tokens,
     requests,
@@ -78,9 +67,7 @@ def _attend(
 ):
     """PACKED: rows of 584 bytes, as words."""
     gdc_wait()
-    of = sharedkv.Source(
-        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, extents
-    )
+    of = sharedkv.Source(lengths, tokens, requests, extents)
     (
         q_row,
         q_head,
@@ -130,10 +117,10 @@ def _attend(
             outer_step = cmp_o
             inner_step = cmp_i
     named = sharedkv.Named(
-        sharedkv.of_row(ori_index, row, ori_index_row),
-        sharedkv.of_row(cmp_index, row, cmp_index_row),
-        sharedkv.of_row(ori_table, note.request, ori_table_row),
-        sharedkv.of_row(cmp_table, note.request, cmp_table_row),
+        sharedkv.of_row(names.ori_index, row, ori_index_row),
+        sharedkv.of_row(names.cmp_index, row, cmp_index_row),
+        sharedkv.of_row(names.ori_table, note.request, ori_table_row),
+        sharedkv.of_row(names.cmp_table, note.request, cmp_table_row),
         extents[6],
         extents[7],
         extents[8],
@@ -152,7 +139,6 @@ def _attend(
     else:
         ask(base, places.load(gl.SliceLayout(1, GATHER)), UNIT, left, right, GATHER)
     tiles = Tiles(queries, queries, left, right, left, places)
-    parts = (partial, partial_max, partial_sum)
     part(tiles, scale_log2, parts, row, split, head, HEADS, SPLITS, 0, WARPS)
 
 
@@ -199,11 +185,9 @@ def launch(call: sharedkv.Attention) -> None:
         q,
         ori,
         cmp,
-        partial=parts[0],
-        partial_max=parts[1],
-        partial_sum=parts[2],
+        parts=parts[:3],
         scale_log2=call.scale_log2,
-        **keys.tensors,
+        **keys.others,
         extents=keys.extents,
         strides=(*q.stride()[:2], *keys.strides, *keys_at),
         LAYOUT=keys.layout,
