@@ -237,6 +237,21 @@ def _place(pos, valid, request, first, table, pages, PAGE: tl.constexpr, KEYS: t
 
 
 @triton.jit
+def named_of(names, steps, row, note, pages, sizes):
+    """`Named` of a row; `steps` go from row to row of what names its keys."""
+    return Named(
+        of_row(names.ori_index, row, steps.ori_index),
+        of_row(names.cmp_index, row, steps.cmp_index),
+        of_row(names.ori_table, note.request, steps.ori_table),
+        of_row(names.cmp_table, note.request, steps.cmp_table),
+        pages[0],
+        pages[1],
+        sizes[0],
+        sizes[1],
+    )
+
+
+@triton.jit
 def near_index(entry, note, index, P: tl.constexpr):
     """What the call names for window rows `entry` of a row: slots, or nothing."""
     number = entry
@@ -346,7 +361,7 @@ class Keys:
     near: int
     far: int
     arguments: dict[str, Any]
-    strides: tuple[int, ...]
+    strides: Names
     places: Places
     source: dict[str, Any]
     layout: rows.Layout
@@ -423,6 +438,7 @@ def keys(
     )
     ori_index, ori_count = _indices(ori_sparse_indices if slots else None, count)
     cmp_index, cmp_count = _indices(cmp_sparse_indices, count)
+    names = Names(ori_index, cmp_index, ori_block_table, cmp_block_table)
     window = min(ori_win_left + 1, max(ori_reach, 1))
     layout = rows.Layout(
         PAGE=1,
@@ -438,16 +454,13 @@ def keys(
         near=ori_count if slots else window,
         far=cmp_count if places.PICKED else cmp_reach,
         arguments=dict(
-            names=Names(ori_index, cmp_index, ori_block_table, cmp_block_table),
+            names=names,
             ori_pages=ori_pages,
             cmp_pages=cmp_pages,
             ori_size=ori_size,
             cmp_size=cmp_size,
         ),
-        strides=tuple(
-            0 if x is None else x.stride(0)
-            for x in (ori_index, cmp_index, ori_block_table, cmp_block_table)
-        ),
+        strides=Names(*(0 if x is None else x.stride(0) for x in names)),
         places=places,
         source=dict(
             lengths=Lengths(

@@ -122,17 +122,13 @@ def _attend(
     cmp_pages,
     ori_size,
     cmp_size,
-    strides,
+    q_steps,
+    name_steps,
+    key_steps,
     P: tl.constexpr,
     C: tl.constexpr,
 ):
     (
-        q_row,
-        q_head,
-        ori_index_row,
-        cmp_index_row,
-        ori_table_row,
-        cmp_table_row,
         ori_o,
         ori_i,
         cmp_o,
@@ -142,19 +138,14 @@ def _attend(
         ori_scale_o,
         cmp_scale_o,
         slot_row,
-    ) = strides
+    ) = key_steps
     HEAD_TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     program = tl.program_id(0)
     split = program // HEAD_TILES % C.SPLITS
     row = (program // (HEAD_TILES * C.SPLITS)).to(tl.int64)
     note = sharedkv.noted(notes, row)
-    ori_index = sharedkv.of_row(names.ori_index, row, ori_index_row)
-    cmp_index = sharedkv.of_row(names.cmp_index, row, cmp_index_row)
-    ori_table = sharedkv.of_row(names.ori_table, note.request, ori_table_row)
-    cmp_table = sharedkv.of_row(names.cmp_table, note.request, cmp_table_row)
-    named = sharedkv.Named(
-        ori_index, cmp_index, ori_table, cmp_table, ori_pages, cmp_pages, ori_size, cmp_size
-    )
+    pages, sizes = (ori_pages, cmp_pages), (ori_size, cmp_size)
+    named = sharedkv.named_of(names, name_steps, row, note, pages, sizes)
     near, total = sharedkv.tiles_of(note, P, C.BLOCK_N)
     each = (total + C.SPLITS - 1) // C.SPLITS
     lo = split * each
@@ -170,7 +161,7 @@ def _attend(
     head = (program % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
     head_mask = head < C.HEADS
     d = tl.arange(0, C.BLOCK_D)
-    q_rows = q + row * q_row + (head * q_head)[:, None] + d[None, :]
+    q_rows = q + row * q_steps[0] + (head * q_steps[1])[:, None] + d[None, :]
     q_tile = tl.load(q_rows, mask=head_mask[:, None] & (d < C.D)[None, :], other=0.0)
     heads = (row, split, head, head_mask)
     row_max = tl.full([C.BLOCK_H], LOWEST, tl.float32)
@@ -327,9 +318,9 @@ def attend(
         scale_log2=scale_log2,
         notes=sharedkv.note(keys, device),
         **keys.arguments,
-        strides=(
-            *flat.stride()[:2],
-            *keys.strides,
+        q_steps=flat.stride()[:2],
+        name_steps=keys.strides,
+        key_steps=(
             *sharedkv.steps(values),
             *sharedkv.steps(cmp_values),
             *(sharedkv.steps(part)[0] for part in (ori[1], cmp[1], ori[2], cmp[2])),

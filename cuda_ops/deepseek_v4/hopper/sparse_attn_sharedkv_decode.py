@@ -55,7 +55,9 @@ def _attend(
     tokens,
     requests,
     extents,
-    strides,
+    q_steps,
+    name_steps,
+    key_steps,
     LAYOUT: gl.constexpr,
     P: gl.constexpr,
     UNIT: gl.constexpr,
@@ -68,20 +70,7 @@ def _attend(
     """PACKED: rows of 584 bytes, as words."""
     gdc_wait()
     of = sharedkv.Source(lengths, tokens, requests, extents)
-    (
-        q_row,
-        q_head,
-        ori_index_row,
-        cmp_index_row,
-        ori_table_row,
-        cmp_table_row,
-        ori_o,
-        ori_i,
-        cmp_o,
-        cmp_i,
-        ori_page,
-        cmp_page,
-    ) = strides
+    ori_o, ori_i, cmp_o, cmp_i, ori_page, cmp_page = key_steps
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # one entry a thread
@@ -103,7 +92,7 @@ def _attend(
     places = gl.allocate_shared_memory(gl.int32, [BLOCK_N], FLAT)
     h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, QUERY))).to(gl.int64)
     d = gl.arange(0, 512, layout=gl.SliceLayout(0, QUERY))
-    at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
+    at = (q + row * q_steps[0] + h * q_steps[1])[:, None] + d[None, :]
     cp_async(queries, at, mask=(h < HEADS)[:, None])
     is_near = split < near
     entry = split * BLOCK_N + gl.arange(0, BLOCK_N, layout=LINE)
@@ -116,16 +105,7 @@ def _attend(
             base = cmp
             outer_step = cmp_o
             inner_step = cmp_i
-    named = sharedkv.Named(
-        sharedkv.of_row(names.ori_index, row, ori_index_row),
-        sharedkv.of_row(names.cmp_index, row, cmp_index_row),
-        sharedkv.of_row(names.ori_table, note.request, ori_table_row),
-        sharedkv.of_row(names.cmp_table, note.request, cmp_table_row),
-        extents[6],
-        extents[7],
-        extents[8],
-        extents[9],
-    )
+    named = sharedkv.named_of(names, name_steps, row, note, extents[6:8], extents[8:])
     outer, inner, valid = sharedkv.keys_of(entry, is_near, note, named, P)
     places.store(gl.where(valid, outer * outer_step + inner * inner_step, -1).to(gl.int32))
     if PACKED:
@@ -189,7 +169,9 @@ def launch(call: sharedkv.Attention) -> None:
         scale_log2=call.scale_log2,
         **keys.others,
         extents=keys.extents,
-        strides=(*q.stride()[:2], *keys.strides, *keys_at),
+        q_steps=q.stride()[:2],
+        name_steps=keys.strides,
+        key_steps=keys_at,
         LAYOUT=keys.layout,
         P=keys.places,
         UNIT=by,
