@@ -84,16 +84,13 @@ class Names(NamedTuple):
 
 
 class Named(NamedTuple):
-    """What names a row's keys in both caches, and how large these are."""
+    """What names the keys of `row` in both caches, and how large these are."""
 
-    ori_index: Any
-    cmp_index: Any
-    ori_table: Any
-    cmp_table: Any
-    ori_pages: Any
-    cmp_pages: Any
-    ori_size: Any
-    cmp_size: Any
+    names: Any
+    steps: Any  # `Names`: from row to row, or from request to request
+    row: Any
+    pages: Any
+    sizes: Any
 
 
 @triton.jit
@@ -237,21 +234,6 @@ def _place(pos, valid, request, first, table, pages, PAGE: tl.constexpr, KEYS: t
 
 
 @triton.jit
-def named_of(names, steps, row, note, pages, sizes):
-    """`Named` of a row; `steps` go from row to row of what names its keys."""
-    return Named(
-        of_row(names.ori_index, row, steps.ori_index),
-        of_row(names.cmp_index, row, steps.cmp_index),
-        of_row(names.ori_table, note.request, steps.ori_table),
-        of_row(names.cmp_table, note.request, steps.cmp_table),
-        pages[0],
-        pages[1],
-        sizes[0],
-        sizes[1],
-    )
-
-
-@triton.jit
 def near_index(entry, note, index, P: tl.constexpr):
     """What the call names for window rows `entry` of a row: slots, or nothing."""
     number = entry
@@ -301,24 +283,33 @@ def far_place(entry, number, note, table, pages, size, P: tl.constexpr):
 
 
 @triton.jit
+def _near_keys(entry, note, of, P: tl.constexpr):
+    """(outer, inner, valid) of window rows."""
+    index = of_row(of.names.ori_index, of.row, of.steps.ori_index)
+    table = of_row(of.names.ori_table, note.request, of.steps.ori_table)
+    number = near_index(entry, note, index, P)
+    return near_place(entry, number, note, table, of.pages[0], of.sizes[0], P)
+
+
+@triton.jit
+def _far_keys(entry, note, of, P: tl.constexpr):
+    """(outer, inner, valid) of entries."""
+    index = of_row(of.names.cmp_index, of.row, of.steps.cmp_index)
+    table = of_row(of.names.cmp_table, note.request, of.steps.cmp_table)
+    number = far_index(entry, note, index, P)
+    return far_place(entry, number, note, table, of.pages[1], of.sizes[1], P)
+
+
+@triton.jit
 def keys_of(entry, is_near, note, of, P: tl.constexpr):
     """(outer, inner, valid) of keys `entry` of one source of a row."""
-    if not P.ENTRIES:
-        number = near_index(entry, note, of.ori_index, P)
-        outer, inner, valid = near_place(
-            entry, number, note, of.ori_table, of.ori_pages, of.ori_size, P
-        )
-    else:
-        if is_near:  # the two indices may be of two widths: one name each
-            near = near_index(entry, note, of.ori_index, P)
-            outer, inner, valid = near_place(
-                entry, near, note, of.ori_table, of.ori_pages, of.ori_size, P
-            )
+    if P.ENTRIES:
+        if is_near:
+            outer, inner, valid = _near_keys(entry, note, of, P)
         else:
-            far = far_index(entry, note, of.cmp_index, P)
-            outer, inner, valid = far_place(
-                entry, far, note, of.cmp_table, of.cmp_pages, of.cmp_size, P
-            )
+            outer, inner, valid = _far_keys(entry, note, of, P)
+    else:
+        outer, inner, valid = _near_keys(entry, note, of, P)
     return outer, inner, valid
 
 
@@ -326,18 +317,12 @@ def keys_of(entry, is_near, note, of, P: tl.constexpr):
 def slots_of(entry, first, note, of, P: tl.constexpr):
     """Where keys of a row lie in their caches, negative where absent: window rows, and from
     `first` on entries."""
-    number = near_index(entry, note, of.ori_index, P)
-    outer, inner, valid = near_place(
-        entry, number, note, of.ori_table, of.ori_pages, of.ori_size, P
-    )
-    slot = tl.where(valid, inner if P.KEYS == rows.TND else outer * of.ori_size + inner, -1)
+    outer, inner, valid = _near_keys(entry, note, of, P)
+    slot = tl.where(valid, inner if P.KEYS == rows.TND else outer * of.sizes[0] + inner, -1)
     if P.ENTRIES:
         far = tl.where(entry < first, FAR, entry - first)
-        number = far_index(far, note, of.cmp_index, P)
-        outer, inner, valid = far_place(
-            far, number, note, of.cmp_table, of.cmp_pages, of.cmp_size, P
-        )
-        of_far = tl.where(valid, inner if P.KEYS == rows.TND else outer * of.cmp_size + inner, -1)
+        outer, inner, valid = _far_keys(far, note, of, P)
+        of_far = tl.where(valid, inner if P.KEYS == rows.TND else outer * of.sizes[1] + inner, -1)
         slot = tl.where(entry < first, slot, of_far)
     return slot.to(tl.int32)
 

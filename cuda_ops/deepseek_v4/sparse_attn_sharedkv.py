@@ -145,7 +145,7 @@ def _attend(
     row = (program // (HEAD_TILES * C.SPLITS)).to(tl.int64)
     note = sharedkv.noted(notes, row)
     pages, sizes = (ori_pages, cmp_pages), (ori_size, cmp_size)
-    named = sharedkv.named_of(names, name_steps, row, note, pages, sizes)
+    named = sharedkv.Named(names, name_steps, row, pages, sizes)
     near, total = sharedkv.tiles_of(note, P, C.BLOCK_N)
     each = (total + C.SPLITS - 1) // C.SPLITS
     lo = split * each

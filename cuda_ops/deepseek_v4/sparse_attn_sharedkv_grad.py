@@ -79,7 +79,7 @@ def _gradients(
     row = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
     note = sharedkv.noted(notes, row)
     pages, sizes = (ori_pages, cmp_pages), (ori_size, cmp_size)
-    named = sharedkv.named_of(names, name_steps, row, note, pages, sizes)
+    named = sharedkv.Named(names, name_steps, row, pages, sizes)
     head = (tl.program_id(0) % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
     head_mask = head < C.HEADS
     d = tl.arange(0, C.BLOCK_D)

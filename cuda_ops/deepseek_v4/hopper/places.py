@@ -34,10 +34,20 @@ class Caches(NamedTuple):
     extents: Any  # of a source, then pages of both and rows of a page
 
 
+class Work(NamedTuple):
+    """An item: its row, first head and note, tiles of window rows, its first tile, its steps."""
+
+    row: Any
+    head: Any
+    note: Any
+    near: Any
+    lo: Any
+    steps: Any
+
+
 @gluon.jit
 def begin(number, of, LAYOUT: gl.constexpr, P: gl.constexpr, C: gl.constexpr):
-    """(row, head, its note, tiles of window rows, first tile, steps) of an item; one without keys
-    takes a step as well."""
+    """The `Work` of an item; one without keys takes a step as well."""
     row, split, head = item(number, C.HEADS, C.SPLITS)
     passed, first, stop = request_of(row, sharedkv.sums_of(of), LAYOUT, LINE)
     note = sharedkv.note_of(row, passed, first, stop, of, P)
@@ -46,20 +56,7 @@ def begin(number, of, LAYOUT: gl.constexpr, P: gl.constexpr, C: gl.constexpr):
     each = (whole + C.SPLITS - 1) // C.SPLITS
     lo = split * each
     steps = gl.maximum(gl.minimum(each, whole - lo), 1)
-    return (
-        row,
-        head,
-        note.request,
-        note.limit,
-        note.near,
-        note.far,
-        note.closed,
-        note.first_row,
-        note.first_entry,
-        near,
-        lo * 2,
-        steps,
-    )
+    return Work(row, head, note, near, lo * 2, steps)
 
 
 @gluon.jit

@@ -105,7 +105,8 @@ def _attend(
             base = cmp
             outer_step = cmp_o
             inner_step = cmp_i
-    named = sharedkv.named_of(names, name_steps, row, note, extents[6:8], extents[8:])
+    pages, sizes = (extents[6], extents[7]), (extents[8], extents[9])
+    named = sharedkv.Named(names, name_steps, row, pages, sizes)
     outer, inner, valid = sharedkv.keys_of(entry, is_near, note, named, P)
     places.store(gl.where(valid, outer * outer_step + inner * inner_step, -1).to(gl.int32))
     if PACKED:
