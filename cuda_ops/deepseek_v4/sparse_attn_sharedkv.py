@@ -32,7 +32,7 @@ from ...dispatch.common import memory, quantized
 from ...dispatch.common.sharedkv import scale_of
 from ..common import gpu, quantize, sharedkv, softmax
 from ..common.combine import Parts, combine, is_chained
-from ..common.log2 import LN2, LOG2E
+from ..common.log2 import LOG2E
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from ..sparse_attention import sparse_flash_attention
@@ -218,13 +218,7 @@ def _attend(
             weight, alpha, row_sum, row_max = softmax.step(s, row_max, row_sum)
             p = weight.to(k_tile.dtype)
         acc = tl.dot(p, k_tile, acc * alpha[:, None], input_precision="ieee")
-    inverse, to, seen = softmax.finish(row_max, row_sum, heads, sinks, results, C.D, C)
-    if C.SPLITS == 1 and C.STATS:
-        piece = row * C.HEADS + head
-        log = row_max * LN2 + tl.log(tl.where(seen, row_sum, 1.0))
-        tl.store(lse + piece, tl.where(seen, log, float("-inf")), mask=head_mask)
-    o = (acc * inverse[:, None]).to(to.dtype.element_ty)
-    tl.store(to[:, None] + d[None, :], o, mask=head_mask[:, None] & (d < C.D)[None, :])
+    softmax.store(acc, row_max, row_sum, heads, sinks, results, lse, d, C.D, C)
 
 
 def unsupported(q: Tensor, ori_kv: Tensor, cmp_kv: Tensor | None, **arguments: Any) -> str | None:
