@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,6 +28,16 @@ class Constants(NamedTuple):
     STATS: bool
     LSE: bool
     CHAINED: bool
+
+
+class Results(NamedTuple):
+    """Where programs store a row and a head: the output of one part, or parts that are not divided
+    by their sum, with their maxima and sums."""
+
+    out: Any
+    partial: Any
+    partial_max: Any
+    partial_sum: Any
 
 
 @triton.jit
@@ -85,6 +95,9 @@ class Parts:
         sizes = ((count * splits, rank), (count * splits,), (count * splits,))
         out, top, total = (memory.empty(size, torch.float32, unused.device) for size in sizes)
         return cls(out, top, total, splits)
+
+    def results(self, out: Tensor) -> Results:
+        return Results(out, self.out, self.max, self.sum)
 
     @property
     def arguments(self) -> dict[str, Tensor]:

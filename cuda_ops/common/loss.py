@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,11 +16,32 @@ from .log2 import LOG2E
 LARGEST_D = 576
 
 
+class Sizes(NamedTuple):
+    """Of a call: row i sees key_length keys up to chunk_offset + i."""
+
+    chunk_offset: Any
+    S: Any
+    key_length: Any
+    K: Any
+
+
 @triton.jit
 def valid_slots(indices, slot, K, position, key_length):
     """(index, whether it counts) of the slots of a row; slots from K on do not."""
     index = tl.load(indices + slot, mask=slot < K, other=-1)
     return index, (index >= 0) & (index <= position) & (index < key_length)
+
+
+@triton.jit
+def slots_of_row(indices, steps, sizes, K_PAD: tl.constexpr):
+    """(batch, row, slot, index, whether it counts) of a program's row; `steps` from batch to batch
+    and from row to row."""
+    row = tl.program_id(0) % sizes.S
+    batch = (tl.program_id(0) // sizes.S).to(tl.int64)
+    slot = tl.arange(0, K_PAD)
+    from_row = indices + batch * steps[0] + row.to(tl.int64) * steps[1]
+    index, counts = valid_slots(from_row, slot, sizes.K, sizes.chunk_offset + row, sizes.key_length)
+    return batch, row, slot, index, counts
 
 
 @triton.jit

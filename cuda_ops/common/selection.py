@@ -45,8 +45,7 @@ class Attention:
         """What kernels take by name that cut a row into `parts`; without sinks they read none."""
         return dict(
             sinks=self.softmax_max if self.sinks is None else self.sinks,
-            out=self.out,
-            **parts.arguments,
+            results=parts.results(self.out),
             softmax_max=self.softmax_max,
             softmax_sum=self.softmax_sum,
             scale_log2=self.scale_log2,

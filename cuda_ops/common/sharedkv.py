@@ -42,8 +42,9 @@ class Places(NamedTuple):
     ENTRIES: bool
 
 
-class Source(NamedTuple):
-    """What notes are made of."""
+class Lengths(NamedTuple):
+    """Prefix sums of tokens, rows and entries, how many of them count, and a row's own numbers of
+    keys."""
 
     cu_q: Any
     used_q: Any
@@ -52,6 +53,12 @@ class Source(NamedTuple):
     cu_cmp: Any
     ori_length: Any
     cmp_length: Any
+
+
+class Source(NamedTuple):
+    """What notes are made of."""
+
+    lengths: Any
     tokens: Any
     requests: Any
     extents: Any  # window, ratio, most keys of a request, most keys named; of rows, of entries
@@ -67,17 +74,23 @@ class Note(NamedTuple):
     first_entry: Any
 
 
-class Named(NamedTuple):
-    """What names a row's keys in both caches, and how large these are."""
+class Names(NamedTuple):
+    """What names keys in both caches: indices of rows, tables of requests."""
 
     ori_index: Any
     cmp_index: Any
     ori_table: Any
     cmp_table: Any
-    ori_pages: Any
-    cmp_pages: Any
-    ori_size: Any
-    cmp_size: Any
+
+
+class Named(NamedTuple):
+    """What names the keys of `row` in both caches, and how large these are."""
+
+    names: Any
+    steps: Any  # `Names`: from row to row, or from request to request
+    row: Any
+    pages: Any
+    sizes: Any
 
 
 @triton.jit
@@ -91,10 +104,10 @@ def _span(bounds, request, inside, most):
 @triton.jit
 def sums_of(of):
     """The requests of query rows, whose sums begin with 0, for `request_of`."""
-    if of.cu_q is None:
+    if of.lengths.cu_q is None:
         sums = rows.Requests(0, 0, 0, of.tokens, 1, 0, 0, 0)
     else:
-        sums = rows.Requests(of.cu_q, 0, 0, of.tokens, of.requests + 1, 0, 0, 0)
+        sums = rows.Requests(of.lengths.cu_q, 0, 0, of.tokens, of.requests + 1, 0, 0, 0)
     return sums
 
 
@@ -106,12 +119,12 @@ def note_of(row, passed, first, stop, of, P: tl.constexpr):
     ori_count, cmp_count = of.extents[4], of.extents[5]
     request = passed
     inside = row >= 0
-    if of.cu_q is not None:
+    if of.lengths.cu_q is not None:
         inside = (passed > 0) & (passed <= of.requests)
         request = tl.where(inside, passed - 1, 0)
     end = stop - first
-    if of.used_q is not None:
-        used = tl.load(of.used_q + request, mask=inside, other=0)
+    if of.lengths.used_q is not None:
+        used = tl.load(of.lengths.used_q + request, mask=inside, other=0)
         end = tl.minimum(rows.within(used, of.tokens), end)
     left = tl.where(inside, tl.maximum(end - (row - first).to(tl.int32), 0), 0)
     limit = left
@@ -121,19 +134,19 @@ def note_of(row, passed, first, stop, of, P: tl.constexpr):
     first_row = 0
     first_entry = 0
     if P.SLOTS:
-        if of.ori_length is not None:
-            near = tl.minimum(rows.within(tl.load(of.ori_length + row), ori_count), near)
-        if of.cmp_length is not None:
-            far = tl.minimum(rows.within(tl.load(of.cmp_length + row), cmp_count), far)
+        if of.lengths.ori_length is not None:
+            near = tl.minimum(rows.within(tl.load(of.lengths.ori_length + row), ori_count), near)
+        if of.lengths.cmp_length is not None:
+            far = tl.minimum(rows.within(tl.load(of.lengths.cmp_length + row), cmp_count), far)
     else:
         keys = ori_reach
         closed = cmp_reach
         if P.KEYS == rows.TND:
-            first_row, keys = _span(of.cu_ori, request, inside, ori_reach)
+            first_row, keys = _span(of.lengths.cu_ori, request, inside, ori_reach)
             if P.ENTRIES:
-                first_entry, closed = _span(of.cu_cmp, request, inside, cmp_reach)
-        if of.used_kv is not None:
-            used = tl.load(of.used_kv + request, mask=inside, other=0)
+                first_entry, closed = _span(of.lengths.cu_cmp, request, inside, cmp_reach)
+        if of.lengths.used_kv is not None:
+            used = tl.load(of.lengths.used_kv + request, mask=inside, other=0)
             keys = tl.minimum(rows.within(used, ori_reach), keys)
         limit = tl.where(left > 0, tl.maximum(keys - left + 1, 0), 0)
         near = tl.minimum(limit, window)
@@ -150,13 +163,7 @@ def note_of(row, passed, first, stop, of, P: tl.constexpr):
 )  # fmt: skip
 def _note(
     notes,
-    cu_q,
-    used_q,
-    used_kv,
-    cu_ori,
-    cu_cmp,
-    ori_length,
-    cmp_length,
+    lengths,
     tokens,
     requests,
     window,
@@ -169,9 +176,7 @@ def _note(
     P: tl.constexpr,
 ):
     extents = (window, ratio, ori_reach, cmp_reach, ori_count, cmp_count)
-    of = Source(
-        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, extents
-    )
+    of = Source(lengths, tokens, requests, extents)
     row = tl.program_id(0).to(tl.int64)
     passed, first, stop = rows.request_of(row, sums_of(of), LAYOUT)
     note = note_of(row, passed, first, stop, of, P)
@@ -278,24 +283,33 @@ def far_place(entry, number, note, table, pages, size, P: tl.constexpr):
 
 
 @triton.jit
+def _near_keys(entry, note, of, P: tl.constexpr):
+    """(outer, inner, valid) of window rows."""
+    index = of_row(of.names.ori_index, of.row, of.steps.ori_index)
+    table = of_row(of.names.ori_table, note.request, of.steps.ori_table)
+    number = near_index(entry, note, index, P)
+    return near_place(entry, number, note, table, of.pages[0], of.sizes[0], P)
+
+
+@triton.jit
+def _far_keys(entry, note, of, P: tl.constexpr):
+    """(outer, inner, valid) of entries."""
+    index = of_row(of.names.cmp_index, of.row, of.steps.cmp_index)
+    table = of_row(of.names.cmp_table, note.request, of.steps.cmp_table)
+    number = far_index(entry, note, index, P)
+    return far_place(entry, number, note, table, of.pages[1], of.sizes[1], P)
+
+
+@triton.jit
 def keys_of(entry, is_near, note, of, P: tl.constexpr):
     """(outer, inner, valid) of keys `entry` of one source of a row."""
-    if not P.ENTRIES:
-        number = near_index(entry, note, of.ori_index, P)
-        outer, inner, valid = near_place(
-            entry, number, note, of.ori_table, of.ori_pages, of.ori_size, P
-        )
-    else:
-        if is_near:  # the two indices may be of two widths: one name each
-            near = near_index(entry, note, of.ori_index, P)
-            outer, inner, valid = near_place(
-                entry, near, note, of.ori_table, of.ori_pages, of.ori_size, P
-            )
+    if P.ENTRIES:
+        if is_near:
+            outer, inner, valid = _near_keys(entry, note, of, P)
         else:
-            far = far_index(entry, note, of.cmp_index, P)
-            outer, inner, valid = far_place(
-                entry, far, note, of.cmp_table, of.cmp_pages, of.cmp_size, P
-            )
+            outer, inner, valid = _far_keys(entry, note, of, P)
+    else:
+        outer, inner, valid = _near_keys(entry, note, of, P)
     return outer, inner, valid
 
 
@@ -303,18 +317,12 @@ def keys_of(entry, is_near, note, of, P: tl.constexpr):
 def slots_of(entry, first, note, of, P: tl.constexpr):
     """Where keys of a row lie in their caches, negative where absent: window rows, and from
     `first` on entries."""
-    number = near_index(entry, note, of.ori_index, P)
-    outer, inner, valid = near_place(
-        entry, number, note, of.ori_table, of.ori_pages, of.ori_size, P
-    )
-    slot = tl.where(valid, inner if P.KEYS == rows.TND else outer * of.ori_size + inner, -1)
+    outer, inner, valid = _near_keys(entry, note, of, P)
+    slot = tl.where(valid, inner if P.KEYS == rows.TND else outer * of.sizes[0] + inner, -1)
     if P.ENTRIES:
         far = tl.where(entry < first, FAR, entry - first)
-        number = far_index(far, note, of.cmp_index, P)
-        outer, inner, valid = far_place(
-            far, number, note, of.cmp_table, of.cmp_pages, of.cmp_size, P
-        )
-        of_far = tl.where(valid, inner if P.KEYS == rows.TND else outer * of.cmp_size + inner, -1)
+        outer, inner, valid = _far_keys(far, note, of, P)
+        of_far = tl.where(valid, inner if P.KEYS == rows.TND else outer * of.sizes[1] + inner, -1)
         slot = tl.where(entry < first, slot, of_far)
     return slot.to(tl.int32)
 
@@ -338,7 +346,7 @@ class Keys:
     near: int
     far: int
     arguments: dict[str, Any]
-    strides: tuple[int, ...]
+    strides: Names
     places: Places
     source: dict[str, Any]
     layout: rows.Layout
@@ -351,14 +359,10 @@ class Keys:
         return (*(self.source[x] for x in names), *(self.arguments[x] for x in sizes))
 
     @property
-    def tensors(self) -> dict[str, Any]:
-        """All others of `source` and `arguments`."""
+    def others(self) -> dict[str, Any]:
+        """What else kernels take of `source` and `arguments`."""
         given = self.source | self.arguments
-        return {
-            name: x
-            for name, x in given.items()
-            if x is None or isinstance(x, Tensor) or name in ("tokens", "requests")
-        }
+        return {name: given[name] for name in ("names", "lengths", "tokens", "requests")}
 
 
 class Attention(NamedTuple):
@@ -419,6 +423,7 @@ def keys(
     )
     ori_index, ori_count = _indices(ori_sparse_indices if slots else None, count)
     cmp_index, cmp_count = _indices(cmp_sparse_indices, count)
+    names = Names(ori_index, cmp_index, ori_block_table, cmp_block_table)
     window = min(ori_win_left + 1, max(ori_reach, 1))
     layout = rows.Layout(
         PAGE=1,
@@ -434,28 +439,24 @@ def keys(
         near=ori_count if slots else window,
         far=cmp_count if places.PICKED else cmp_reach,
         arguments=dict(
-            ori_index=ori_index,
-            cmp_index=cmp_index,
-            ori_table=ori_block_table,
-            cmp_table=cmp_block_table,
+            names=names,
             ori_pages=ori_pages,
             cmp_pages=cmp_pages,
             ori_size=ori_size,
             cmp_size=cmp_size,
         ),
-        strides=tuple(
-            0 if x is None else x.stride(0)
-            for x in (ori_index, cmp_index, ori_block_table, cmp_block_table)
-        ),
+        strides=Names(*(0 if x is None else x.stride(0) for x in names)),
         places=places,
         source=dict(
-            cu_q=cu_seqlens_q,
-            used_q=seqused_q,
-            used_kv=seqused_kv,
-            cu_ori=cu_seqlens_ori_kv,
-            cu_cmp=cu_seqlens_cmp_kv,
-            ori_length=ori_topk_length,
-            cmp_length=cmp_topk_length,
+            lengths=Lengths(
+                cu_seqlens_q,
+                seqused_q,
+                seqused_kv,
+                cu_seqlens_ori_kv,
+                cu_seqlens_cmp_kv,
+                ori_topk_length,
+                cmp_topk_length,
+            ),
             tokens=tokens,
             requests=requests,
             window=window,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from .log2 import LOG2E
+from .log2 import LN2, LOG2E
 
 
 @triton.jit
@@ -35,12 +35,12 @@ def merged(top, weight, sinks, head, HAS_SINK: tl.constexpr):
 
 
 @triton.jit
-def finish(row_max, row_sum, heads, sinks, places, WIDTH: tl.constexpr, C: tl.constexpr):
+def finish(row_max, row_sum, heads, sinks, results, WIDTH: tl.constexpr, C: tl.constexpr):
     """(1 / sums with the sinks, where WIDTH columns belong, which heads saw a key) of `heads`: row,
-    part of its keys, heads, which of them exist.  `places`: the output, and the parts with their
-    statistics, which are stored here; what merges them may begin."""
+    part of its keys, heads, which of them exist.  The statistics of parts are stored here; what
+    merges them may begin."""
     row, split, head, mask = heads
-    out, partial, partial_max, partial_sum = places
+    out, partial, partial_max, partial_sum = results
     if C.CHAINED:
         gdc_launch_dependents()
     seen = row_sum != 0  # a NaN is there, and stays one
@@ -58,3 +58,19 @@ def finish(row_max, row_sum, heads, sinks, places, WIDTH: tl.constexpr, C: tl.co
         tl.store(partial_max + piece, row_max, mask=mask)
         tl.store(partial_sum + piece, row_sum, mask=mask)
     return inverse, to, seen
+
+
+@triton.jit
+def store(
+    acc, row_max, row_sum, heads, sinks, results, lse, d, WIDTH: tl.constexpr, C: tl.constexpr
+):
+    """What `heads` (as in `finish`) have seen: columns d of `acc`, and of one part the
+    log-sum-exp."""
+    row, _, head, mask = heads
+    inverse, to, seen = finish(row_max, row_sum, heads, sinks, results, WIDTH, C)
+    if C.SPLITS == 1 and C.STATS:
+        piece = row * C.HEADS + head
+        log = row_max * LN2 + tl.log(tl.where(seen, row_sum, 1.0))
+        tl.store(lse + piece, tl.where(seen, log, float("-inf")), mask=mask)
+    o = (acc * inverse[:, None]).to(to.dtype.element_ty)
+    tl.store(to[:, None] + d[None, :], o, mask=mask[:, None] & (d < WIDTH)[None, :])

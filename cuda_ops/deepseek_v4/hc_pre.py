@@ -32,6 +32,7 @@ from ..runtime import launches
 from . import hyper_connections
 from .hyper_connections import (
     MIX,
+    Settings,
     entry,
     inverse_root,
     opened,
@@ -107,9 +108,7 @@ def _sweep(
     tokens,
     runs,
     hidden,
-    iters,
-    norm_eps,
-    hc_eps,
+    settings,
     WIDTH: tl.constexpr,
     RUNS: tl.constexpr,
 ):
@@ -125,16 +124,16 @@ def _sweep(
     squares = runs_of(at + MIX, step, runs, RUNS)
     to_comb = runs_of(at[:, None, None] + 8 + square, step, runs, RUNS)
     to_post = runs_of(at[:, None] + 4 + j[None, :], step, runs, RUNS)
-    root = inverse_root(tl.sum(squares, 0), 4 * hidden, norm_eps)
+    root = inverse_root(tl.sum(squares, 0), 4 * hidden, settings.norm_eps)
     mixed = tl.sum(to_comb, 0) * root[:, None, None] * of_comb + base_comb
-    mixed = sinkhorn(shares(mixed) + hc_eps, iters, hc_eps)
+    mixed = sinkhorn(shares(mixed) + settings.hc_eps, settings.iters, settings.hc_eps)
     tl.store(comb + (t * 16)[:, None, None] + square, mixed, mask=there[:, None, None])
     mix = tl.sum(to_post, 0) * root[:, None]
     to = post + (t * 4)[:, None] + j[None, :]
     tl.store(to, returned(mix * of_post + base_post), mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens", "runs", "iters", "norm_eps", "hc_eps"])
+@triton.jit(do_not_specialize=["tokens", "runs"])
 def _gates(
     x,
     partial,
@@ -147,9 +146,7 @@ def _gates(
     tokens,
     runs,
     hidden,
-    iters,
-    norm_eps,
-    hc_eps,
+    settings,
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
     NORM: tl.constexpr,
@@ -166,22 +163,7 @@ def _gates(
         handover.follow(False, False)
     if program < blocks:
         t = program.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-        _sweep(
-            partial,
-            scale,
-            base,
-            post,
-            comb,
-            t,
-            tokens,
-            runs,
-            hidden,
-            iters,
-            norm_eps,
-            hc_eps,
-            WIDTH,
-            RUNS,
-        )
+        _sweep(partial, scale, base, post, comb, t, tokens, runs, hidden, settings, WIDTH, RUNS)
     else:
         token = (tokens - 1 - (program - blocks)).to(tl.int64)
         d = tl.arange(0, BLOCK_D)
@@ -196,15 +178,15 @@ def _gates(
         step = tl.cast(tokens, tl.int64) * WIDTH
         wanted = tl.where(m < 4, m, COUNT)
         products = tl.sum(runs_of(partial + token * WIDTH + wanted, step, runs, RUNS), 0)
-        root = inverse_root(entry(products, COUNT), 4 * hidden, norm_eps)
-        pre = opened(products * (root * of_pre) + base_pre, hc_eps)
+        root = inverse_root(entry(products, COUNT), 4 * hidden, settings.norm_eps)
+        pre = opened(products * (root * of_pre) + base_pre, settings.hc_eps)
         out = x0.to(tl.float32) * entry(pre, 0)
         out = tl.fma(x1.to(tl.float32), entry(pre, 1) + tl.zeros_like(out), out)
         out = tl.fma(x2.to(tl.float32), entry(pre, 2) + tl.zeros_like(out), out)
         out = tl.fma(x3.to(tl.float32), entry(pre, 3) + tl.zeros_like(out), out)
         if NORM:
             gain = tl.load(weight + d, mask=mask, other=0.0)
-            out = out * inverse_root(tl.sum(out * out, 0), hidden, norm_eps) * gain
+            out = out * inverse_root(tl.sum(out * out, 0), hidden, settings.norm_eps) * gain
         tl.store(y + token * hidden + d, out.to(y.dtype.element_ty), mask=mask)
 
 
@@ -263,9 +245,7 @@ def gates(x: Tensor, partial: Tensor, y: Tensor, post: Tensor, comb: Tensor, a: 
         tokens,
         runs,
         hidden,
-        a["hc_sinkhorn_iters"],
-        a["norm_eps"],
-        a["hc_eps"],
+        Settings(a["hc_sinkhorn_iters"], a["norm_eps"], a["hc_eps"]),
         COUNT=a["hc_fn"].shape[0],
         WIDTH=width,
         NORM=norm_weight is not None,

@@ -30,6 +30,7 @@ from ..runtime import launches
 from . import hyper_connections
 from .hc_pre import mix
 from .hyper_connections import (
+    Settings,
     collapsed,
     inverse_root,
     opened,
@@ -45,10 +46,11 @@ KEPT = 8
 
 
 @triton.jit
-def _back(first, grad, noted, iters, eps):
+def _back(first, grad, noted, settings):
     """The gradient of a comb [4, 4] before its sweeps, from that of the comb behind them."""
     j = tl.arange(0, 4)
     at = noted + 4 * j[:, None] + j[None, :]
+    iters, eps = settings.iters, settings.hc_eps
     comb = first
     tl.store(at, comb)
     comb = comb / (tl.sum(comb, 0) + eps)[None, :]
@@ -71,7 +73,7 @@ def _back(first, grad, noted, iters, eps):
     return (grad - tl.sum(grad * first / sums, 0)[None, :]) / sums
 
 
-@triton.jit(do_not_specialize=["tokens", "runs", "iters", "norm_eps", "hc_eps", "each"])
+@triton.jit(do_not_specialize=["tokens", "runs", "each"])
 def _inner(
     x,
     partial,
@@ -89,9 +91,7 @@ def _inner(
     tokens,
     runs,
     hidden,
-    iters,
-    norm_eps,
-    hc_eps,
+    settings,
     each,
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -105,7 +105,7 @@ def _inner(
     square = 4 * j[:, None] + j[None, :]
     d = tl.arange(0, BLOCK_D)
     mask = d < hidden
-    noted += program * (2 * iters * 16)
+    noted += program * (2 * settings.iters * 16)
     sums += program * (2 * COUNT)
     base_pre = tl.zeros([4], tl.float32)
     scale_pre = tl.zeros([4], tl.float32)
@@ -118,15 +118,15 @@ def _inner(
     for token in range(program * each, tl.minimum(program * each + each, tokens)):
         mix = partial + token * WIDTH
         squares = tl.sum(runs_of(mix + COUNT + tl.zeros([1], tl.int32), step, runs, RUNS), 0)
-        root = inverse_root(tl.sum(squares, 0), 4 * hidden, norm_eps)
+        root = inverse_root(tl.sum(squares, 0), 4 * hidden, settings.norm_eps)
         of_pre = tl.sum(runs_of(mix + j, step, runs, RUNS), 0) * root
-        pre = opened(of_pre * tl.load(scale) + tl.load(base + j), hc_eps)
+        pre = opened(of_pre * tl.load(scale) + tl.load(base + j), settings.hc_eps)
         at = x + token * 4 * hidden
         grad = tl.load(d_y + token * hidden + d, mask=mask, other=0.0).to(tl.float32)
         unit, along = 1.0, 0.0
         if NORM:
             y = collapsed(at, pre, d, mask, hidden)
-            unit = 1.0 / tl.sqrt(tl.sum(y * y, 0) / hidden + norm_eps)
+            unit = 1.0 / tl.sqrt(tl.sum(y * y, 0) / hidden + settings.norm_eps)
             d_weight += grad * y * unit
             grad *= tl.load(weight + d, mask=mask, other=0.0)
             along = unit * unit * unit * (tl.sum(grad * y, 0) / hidden)
@@ -135,7 +135,7 @@ def _inner(
         for k in tl.static_range(4):
             stream = tl.load(at + k * hidden + d, mask=mask, other=0.0).to(tl.float32)
             d_pre = tl.where(j == k, tl.sum(grad * stream, 0), d_pre)
-        share = pre - hc_eps
+        share = pre - settings.hc_eps
         inner = d_pre * share * (1.0 - share)
         base_pre += inner
         scale_pre += inner * of_pre
@@ -154,7 +154,8 @@ def _inner(
             own += tl.sum(inner * of_post, 0)
             tl.store(to + 4 + j, inner * root)
             rows = shares(of_comb * tl.load(scale + 2) + tl.load(base + 8 + square))
-            back = _back(rows + hc_eps, tl.load(d_comb + token * 16 + square), noted, iters, hc_eps)
+            first = rows + settings.hc_eps
+            back = _back(first, tl.load(d_comb + token * 16 + square), noted, settings)
             mixed = rows * (back - tl.sum(back * rows, 1)[:, None])
             base_comb += mixed
             scale_comb += mixed * of_comb
@@ -303,9 +304,7 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
             tokens,
             runs,
             hidden,
-            a["hc_sinkhorn_iters"],
-            a["norm_eps"],
-            a["hc_eps"],
+            Settings(a["hc_sinkhorn_iters"], a["norm_eps"], a["hc_eps"]),
             each,
             RUNS=power_of_two(runs),
             BLOCK_D=power_of_two(hidden),

@@ -7,6 +7,8 @@ Streams are four, and `comb` is a tile [4, 4], from the stream in its row to tha
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,12 @@ from ..common.convolution import sigmoid
 LARGEST = 16384  # hidden size that one program holds in registers
 MOST_TOKENS = 2**31 - 2**26  # a program each, and one for 64 of them
 MIX = tl.constexpr(24)  # 4 of pre, 4 of post, 16 of comb
+
+
+class Settings(NamedTuple):
+    iters: Any
+    norm_eps: Any
+    hc_eps: Any
 
 
 @triton.jit

@@ -32,7 +32,7 @@ from ...dispatch.common import memory, quantized
 from ...dispatch.common.sharedkv import scale_of
 from ..common import gpu, quantize, sharedkv, softmax
 from ..common.combine import Parts, combine, is_chained
-from ..common.log2 import LN2, LOG2E
+from ..common.log2 import LOG2E
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from ..sparse_attention import sparse_flash_attention
@@ -111,34 +111,24 @@ def _attend(
     cmp_rotary,
     ori_scales,
     cmp_scales,
-    ori_index,
-    cmp_index,
-    ori_table,
-    cmp_table,
+    names,
     notes,
     slots,
     sinks,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
+    results,
     lse,
     scale_log2,
     ori_pages,
     cmp_pages,
     ori_size,
     cmp_size,
-    strides,
+    q_steps,
+    name_steps,
+    key_steps,
     P: tl.constexpr,
     C: tl.constexpr,
 ):
     (
-        q_row,
-        q_head,
-        ori_index_row,
-        cmp_index_row,
-        ori_table_row,
-        cmp_table_row,
         ori_o,
         ori_i,
         cmp_o,
@@ -148,19 +138,14 @@ def _attend(
         ori_scale_o,
         cmp_scale_o,
         slot_row,
-    ) = strides
+    ) = key_steps
     HEAD_TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     program = tl.program_id(0)
     split = program // HEAD_TILES % C.SPLITS
     row = (program // (HEAD_TILES * C.SPLITS)).to(tl.int64)
     note = sharedkv.noted(notes, row)
-    ori_index = sharedkv.of_row(ori_index, row, ori_index_row)
-    cmp_index = sharedkv.of_row(cmp_index, row, cmp_index_row)
-    ori_table = sharedkv.of_row(ori_table, note.request, ori_table_row)
-    cmp_table = sharedkv.of_row(cmp_table, note.request, cmp_table_row)
-    named = sharedkv.Named(
-        ori_index, cmp_index, ori_table, cmp_table, ori_pages, cmp_pages, ori_size, cmp_size
-    )
+    pages, sizes = (ori_pages, cmp_pages), (ori_size, cmp_size)
+    named = sharedkv.Named(names, name_steps, row, pages, sizes)
     near, total = sharedkv.tiles_of(note, P, C.BLOCK_N)
     each = (total + C.SPLITS - 1) // C.SPLITS
     lo = split * each
@@ -176,10 +161,9 @@ def _attend(
     head = (program % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
     head_mask = head < C.HEADS
     d = tl.arange(0, C.BLOCK_D)
-    q_rows = q + row * q_row + (head * q_head)[:, None] + d[None, :]
+    q_rows = q + row * q_steps[0] + (head * q_steps[1])[:, None] + d[None, :]
     q_tile = tl.load(q_rows, mask=head_mask[:, None] & (d < C.D)[None, :], other=0.0)
     heads = (row, split, head, head_mask)
-    places = (out, partial, partial_max, partial_sum)
     row_max = tl.full([C.BLOCK_H], LOWEST, tl.float32)
     row_sum = tl.full([C.BLOCK_H], 0.0, tl.float32)
     acc = tl.full([C.BLOCK_H, C.BLOCK_D], 0.0, tl.float32)
@@ -234,13 +218,7 @@ def _attend(
             weight, alpha, row_sum, row_max = softmax.step(s, row_max, row_sum)
             p = weight.to(k_tile.dtype)
         acc = tl.dot(p, k_tile, acc * alpha[:, None], input_precision="ieee")
-    inverse, to, seen = softmax.finish(row_max, row_sum, heads, sinks, places, C.D, C)
-    if C.SPLITS == 1 and C.STATS:
-        piece = row * C.HEADS + head
-        log = row_max * LN2 + tl.log(tl.where(seen, row_sum, 1.0))
-        tl.store(lse + piece, tl.where(seen, log, float("-inf")), mask=head_mask)
-    o = (acc * inverse[:, None]).to(to.dtype.element_ty)
-    tl.store(to[:, None] + d[None, :], o, mask=head_mask[:, None] & (d < C.D)[None, :])
+    softmax.store(acc, row_max, row_sum, heads, sinks, results, lse, d, C.D, C)
 
 
 def unsupported(q: Tensor, ori_kv: Tensor, cmp_kv: Tensor | None, **arguments: Any) -> str | None:
@@ -329,15 +307,14 @@ def attend(
         cmp[2],
         slots=slots,
         sinks=sinks,
-        out=out,
-        **parts.arguments,
+        results=parts.results(out),
         lse=lse,
         scale_log2=scale_log2,
         notes=sharedkv.note(keys, device),
         **keys.arguments,
-        strides=(
-            *flat.stride()[:2],
-            *keys.strides,
+        q_steps=flat.stride()[:2],
+        name_steps=keys.strides,
+        key_steps=(
             *sharedkv.steps(values),
             *sharedkv.steps(cmp_values),
             *(sharedkv.steps(part)[0] for part in (ori[1], cmp[1], ori[2], cmp[2])),

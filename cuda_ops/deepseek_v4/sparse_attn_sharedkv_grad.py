@@ -51,10 +51,7 @@ def _gradients(
     q,
     ori,
     cmp,
-    ori_index,
-    cmp_index,
-    ori_table,
-    cmp_table,
+    names,
     notes,
     d_out,
     out,
@@ -70,36 +67,19 @@ def _gradients(
     cmp_pages,
     ori_size,
     cmp_size,
-    strides,
+    query_steps,
+    name_steps,
+    key_steps,
     P: tl.constexpr,
     C: tl.constexpr,
 ):
-    (
-        q_row,
-        q_head,
-        do_row,
-        do_head,
-        o_row,
-        o_head,
-        ori_index_row,
-        cmp_index_row,
-        _,
-        __,
-        ori_o,
-        ori_i,
-        cmp_o,
-        cmp_i,
-        d_ori_o,
-        d_cmp_o,
-    ) = strides
+    q_row, q_head, do_row, do_head, o_row, o_head = query_steps
+    ori_o, ori_i, cmp_o, cmp_i, d_ori_o, d_cmp_o = key_steps
     HEAD_TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     row = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
     note = sharedkv.noted(notes, row)
-    ori_index = sharedkv.of_row(ori_index, row, ori_index_row)
-    cmp_index = sharedkv.of_row(cmp_index, row, cmp_index_row)
-    named = sharedkv.Named(
-        ori_index, cmp_index, ori_table, cmp_table, ori_pages, cmp_pages, ori_size, cmp_size
-    )
+    pages, sizes = (ori_pages, cmp_pages), (ori_size, cmp_size)
+    named = sharedkv.Named(names, name_steps, row, pages, sizes)
     head = (tl.program_id(0) % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
     head_mask = head < C.HEADS
     d = tl.arange(0, C.BLOCK_D)
@@ -219,9 +199,9 @@ def backward(
                 scale=scale_of(softmax_scale, size),
                 notes=notes,
                 **given.arguments,
-                strides=(
-                    *(step for x in (flat, do, o) for step in x.stride()[:2]),
-                    *given.strides,
+                query_steps=tuple(step for x in (flat, do, o) for step in x.stride()[:2]),
+                name_steps=given.strides,
+                key_steps=(
                     *sharedkv.steps(ori_kv),
                     *sharedkv.steps(cmp_kv),
                     *(x.shape[1] if x is not None and x.ndim == 4 else 0 for x in (ori_kv, cmp_kv)),

@@ -39,12 +39,14 @@ from ..common import gpu, rows
 from ..common.log2 import LOG2E
 from ..common.loss import (
     LARGEST_D,
+    Sizes,
     Tiles,
     normalised,
     padded,
     parts,
     pieces,
     shared_bytes,
+    slots_of_row,
     softmax_of_scores,
     valid_slots,
 )
@@ -189,50 +191,26 @@ def _target_kernel(
 
 
 @triton.jit
-def _slots_kernel(
-    indices, slots, ends, chunk_offset, S, key_length, K, i_batch, i_row, K_PAD: tl.constexpr
-):
+def _slots_kernel(indices, slots, ends, sizes, i_steps, K_PAD: tl.constexpr):
     """Indices as int32, -1 where they do not count, and the end of those that do."""
-    row = tl.program_id(0) % S
-    batch = (tl.program_id(0) // S).to(tl.int64)
-    slot = tl.arange(0, K_PAD)
-    from_row = indices + batch * i_batch + row.to(tl.int64) * i_row
-    index, counts = valid_slots(from_row, slot, K, chunk_offset + row, key_length)
-    at = (batch * S + row) * K + slot
-    tl.store(slots + at, tl.where(counts, index, -1).to(tl.int32), mask=slot < K)
-    tl.store(ends + batch * S + row, tl.max(tl.where(counts, slot + 1, 0), 0))
+    batch, row, slot, index, counts = slots_of_row(indices, i_steps, sizes, K_PAD)
+    at = (batch * sizes.S + row) * sizes.K + slot
+    tl.store(slots + at, tl.where(counts, index, -1).to(tl.int32), mask=slot < sizes.K)
+    tl.store(ends + batch * sizes.S + row, tl.max(tl.where(counts, slot + 1, 0), 0))
 
 
 @triton.jit
 def _loss_kernel(
-    index_score,
-    indices,
-    target,
-    loss,
-    chunk_offset,
-    S,
-    key_length,
-    K,
-    eps,
-    s_batch,
-    s_row,
-    i_batch,
-    i_row,
-    K_PAD: tl.constexpr,
+    index_score, indices, target, loss, sizes, eps, s_steps, i_steps, K_PAD: tl.constexpr
 ):
-    row = tl.program_id(0) % S
-    batch = (tl.program_id(0) // S).to(tl.int64)
+    batch, row, slot, _, counts = slots_of_row(indices, i_steps, sizes, K_PAD)
     row_wide = row.to(tl.int64)
-    slot = tl.arange(0, K_PAD)
-    _, counts = valid_slots(
-        indices + batch * i_batch + row_wide * i_row, slot, K, chunk_offset + row, key_length
-    )
-    score = tl.load(index_score + batch * s_batch + row_wide * s_row + slot, counts, 0.0)
-    mass = tl.load(target + (batch * S + row_wide) * K + slot, counts, 0.0)
+    score = tl.load(index_score + batch * s_steps[0] + row_wide * s_steps[1] + slot, counts, 0.0)
+    mass = tl.load(target + (batch * sizes.S + row_wide) * sizes.K + slot, counts, 0.0)
     pi = normalised(mass)
     r = softmax_of_scores(score, counts)
     term = (pi + eps) * (tl.log(pi + eps) - tl.log(r + eps))
-    tl.store(loss + batch * S + row, tl.sum(tl.where(counts, term, 0.0), 0))
+    tl.store(loss + batch * sizes.S + row, tl.sum(tl.where(counts, term, 0.0), 0))
 
 
 def tiles(N: int, columns: Sequence[int], has_lse: bool, device: torch.device) -> Tiles | None:
@@ -288,11 +266,8 @@ def _on_hopper(
         indices,
         slots,
         ends,
-        chunk_offset,
-        S,
-        key.shape[1],
-        K,
-        *indices.stride()[:2],
+        Sizes(chunk_offset, S, key.shape[1], K),
+        indices.stride()[:2],
         K_PAD=padded(K),
         num_warps=4,
     )
@@ -382,13 +357,10 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         indices,
         target,
         loss,
-        chunk_offset,
-        S,
-        key_length,
-        K,
+        Sizes(chunk_offset, S, key_length, K),
         x["eps"],
-        *x["index_score"].stride()[:2],
-        *indices.stride()[:2],
+        x["index_score"].stride()[:2],
+        indices.stride()[:2],
         K_PAD=padded(K),
         num_warps=4,
     )

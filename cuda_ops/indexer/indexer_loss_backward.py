@@ -23,7 +23,7 @@ from typing_extensions import Unpack
 from ...dispatch.common import memory
 from ...dispatch.ops.indexer.indexer_loss_backward import Arguments
 from ..common import rows
-from ..common.loss import normalised, padded, softmax_of_scores, valid_slots
+from ..common.loss import Sizes, normalised, padded, slots_of_row, softmax_of_scores
 from ..runtime import launches
 
 
@@ -34,31 +34,20 @@ def _grad_kernel(
     indices,
     target,
     grad,
-    chunk_offset,
-    S,
-    key_length,
-    K,
-    s_batch,
-    s_row,
-    i_batch,
-    i_row,
-    t_batch,
-    t_row,
+    sizes,
+    s_steps,
+    i_steps,
+    t_steps,
     K_PAD: tl.constexpr,
 ):
-    row = tl.program_id(0) % S
-    batch = (tl.program_id(0) // S).to(tl.int64)
+    batch, row, slot, _, counts = slots_of_row(indices, i_steps, sizes, K_PAD)
     row_wide = row.to(tl.int64)
-    slot = tl.arange(0, K_PAD)
-    _, counts = valid_slots(
-        indices + batch * i_batch + row_wide * i_row, slot, K, chunk_offset + row, key_length
-    )
-    score = tl.load(index_score + batch * s_batch + row_wide * s_row + slot, counts, 0.0)
-    mass = tl.load(target + batch * t_batch + row_wide * t_row + slot, counts, 0.0)
-    upstream = tl.load(grad_loss + batch * S + row)
+    score = tl.load(index_score + batch * s_steps[0] + row_wide * s_steps[1] + slot, counts, 0.0)
+    mass = tl.load(target + batch * t_steps[0] + row_wide * t_steps[1] + slot, counts, 0.0)
+    upstream = tl.load(grad_loss + batch * sizes.S + row)
     out = upstream * (softmax_of_scores(score, counts) - normalised(mass))
-    at = grad + (batch * S + row_wide) * K + slot
-    tl.store(at, tl.where(counts, out, 0.0).to(grad.dtype.element_ty), mask=slot < K)
+    at = grad + (batch * sizes.S + row_wide) * sizes.K + slot
+    tl.store(at, tl.where(counts, out, 0.0).to(grad.dtype.element_ty), mask=slot < sizes.K)
 
 
 def unsupported(
@@ -84,13 +73,10 @@ def backward(**x: Unpack[Arguments]) -> Tensor:
         x["indices"],
         x["target"],
         grad,
-        chunk_offset,
-        S,
-        x["key_length"],
-        K,
-        *index_score.stride()[:2],
-        *x["indices"].stride()[:2],
-        *x["target"].stride()[:2],
+        Sizes(chunk_offset, S, x["key_length"], K),
+        index_score.stride()[:2],
+        x["indices"].stride()[:2],
+        x["target"].stride()[:2],
         K_PAD=padded(K),
         num_warps=4,
     )

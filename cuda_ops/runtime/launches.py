@@ -372,13 +372,15 @@ class _Called:
 @dataclass
 class _Launched:
     """A step: a kernel, by `launch`.  `values` are its arguments, but for the pointers and the
-    descriptors at (index, slot, offset); the first value of one of these tells where it points."""
+    descriptors at (index, slot, offset); the first value of one of these tells where it points.
+    Those of a tuple with pointers lie flat: `tuples` has their places, the last ones first."""
 
     launch: FastLauncher
     values: list[Any]
     pointers: list[tuple[int, int, int]]
     described: list[tuple[int, int, int]]
     encoded: list[Encoded]
+    tuples: list[slice]
     where: str  # file:line of the launcher
 
     def call(self, run: _Run) -> tuple[Callable[..., Any], Sequence[Any]]:
@@ -388,7 +390,12 @@ class _Launched:
             values[index] = pointers[slot] + offset
         for (index, slot, offset), encoded in zip(self.described, self.encoded, strict=True):
             values[index] = encoded(pointers[slot] + offset)[0]
-        return self.launch.call(values)
+        return self.launch.call(self.nested(values))
+
+    def nested(self, values: list[Any]) -> list[Any]:
+        for place in self.tuples:
+            values[place] = [tuple(values[place])]
+        return values
 
 
 class _Recorder(Mode):
@@ -483,7 +490,7 @@ class _Recorder(Mode):
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
         size = (*grid, 1, 1)[:3]
         launch = FastLauncher(launcher, size, self._device.index or 0)
-        step = _Launched(launch, [], [], [], [], where)
+        step = _Launched(launch, [], [], [], [], [], where)
         by_triton: list[Any] = []
         for param in kernel.params:
             value = given.get(param.name, param.default)
@@ -492,26 +499,39 @@ class _Recorder(Mode):
             if param.is_constexpr:
                 pass
             elif isinstance(value, Tensor):
-                place = self.place(value, of_one_dtype=False)
-                step.pointers.append((index, place.slot, place.offset))
-                values = [value.data_ptr()]
+                values = [self._pointer(step, index, value)]
             elif hasattr(value, "block_shape"):
                 place = self.place(value.base, of_one_dtype=False)
                 step.described.append((index, place.slot, place.offset))
                 step.encoded.append(launch.encoded(value))
                 values = step.encoded[-1](value.base.data_ptr())
+            elif isinstance(value, tuple) and any(isinstance(each, Tensor) for each in value):
+                values = [
+                    self._pointer(step, index + i, each) if isinstance(each, Tensor) else each
+                    for i, each in enumerate(value)
+                ]
+                if not all(map(_is_constant, values)):
+                    raise _NoPlan
+                step.tuples.insert(0, slice(index, index + len(value)))
             elif not _is_constant(value):
                 raise _NoPlan
             step.values += values
-        if not private_triton.agrees(launcher, size, by_triton, step.values):
+        if not private_triton.agrees(launcher, size, by_triton, step.nested([*step.values])):
             return self._publicly(kernel, grid, args, named)
         self.hooks.append(private_triton.run_hooks(kernel))
         return step
 
+    def _pointer(self, step: _Launched, index: int, tensor: Tensor) -> int:
+        """Where it begins; `step` knows what to put there the next time."""
+        place = self.place(tensor, of_one_dtype=False)
+        step.pointers.append((index, place.slot, place.offset))
+        return tensor.data_ptr()
+
     def _publicly(
         self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]
     ) -> Step:
-        if not all(isinstance(x, Tensor) or _is_constant(x) for x in (*args, *named.values())):
+        leaves = tree_flatten((args, named))[0]
+        if not all(isinstance(x, Tensor) or _is_constant(x) for x in leaves):
             raise _NoPlan
         return _Called(kernel[grid], *self._placed((args, named)))
 

@@ -32,7 +32,7 @@ from ...dispatch.common.packed import block_within
 from ...dispatch.ops.sparse_attention.sparse_attention_score import Arguments
 from ..common import gpu, packed, rows, softmax
 from ..common.combine import Parts, combine, is_chained
-from ..common.log2 import LN2, LOG2E
+from ..common.log2 import LOG2E
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from .hopper import sparse_attention_score as hopper
@@ -90,10 +90,7 @@ def _attend(
     key_lengths,
     table,
     sinks,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
+    results,
     lse,
     scale_log2,
     tokens,
@@ -145,7 +142,6 @@ def _attend(
     q_rows = q + row * q_row + (head * q_head)[:, None] + d[None, :]
     q_tile = tl.load(q_rows, mask=head_mask[:, None] & (d < C.D)[None, :], other=0.0)
     heads = (row, split, head, head_mask)
-    places = (out, partial, partial_max, partial_sum)
     row_max = tl.full([C.BLOCK_H], LOWEST, tl.float32)
     row_sum = tl.full([C.BLOCK_H], 0.0, tl.float32)
     acc = tl.full([C.BLOCK_H, C.BLOCK_D], 0.0, tl.float32)
@@ -163,13 +159,7 @@ def _attend(
         s = tl.where(valid[None, :], s, float("-inf"))
         weight, alpha, row_sum, row_max = softmax.step(s, row_max, row_sum)
         acc = tl.dot(weight.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
-    inverse, to, seen = softmax.finish(row_max, row_sum, heads, sinks, places, C.D, C)
-    if C.SPLITS == 1 and C.STATS:
-        piece = row * C.HEADS + head
-        log = row_max * LN2 + tl.log(tl.where(seen, row_sum, 1.0))
-        tl.store(lse + piece, tl.where(seen, log, float("-inf")), mask=head_mask)
-    o = (acc * inverse[:, None]).to(to.dtype.element_ty)
-    tl.store(to[:, None] + d[None, :], o, mask=head_mask[:, None] & (d < C.D)[None, :])
+    softmax.store(acc, row_max, row_sum, heads, sinks, results, lse, d, C.D, C)
 
 
 @dataclass(frozen=True)
@@ -290,8 +280,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         index=index,
         counts=counts,
         sinks=lse if sinks is None else sinks,
-        out=out,
-        **parts.arguments,
+        results=parts.results(out),
         lse=lse,
         scale_log2=x["scale_value"] * LOG2E.value,
         chosen=chosen,

@@ -156,10 +156,7 @@ def _attend(
     seqlens_k,
     table,
     sinks,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
+    results,
     softmax_max,
     softmax_sum,
     scale_log2,
@@ -232,7 +229,6 @@ def _attend(
         at = q_rope + row * qr_row + (head * qr_head)[:, None] + r[None, :]
         qr_tile = tl.load(at, mask=head_mask[:, None] & (r < C.D)[None, :], other=0.0)
     heads = (row, split, head, head_mask)
-    places = (out, partial, partial_max, partial_sum)
     row_max = tl.full([C.BLOCK_H], LOWEST, tl.float32)
     row_sum = tl.full([C.BLOCK_H], 0.0, tl.float32)
     acc = tl.full([C.BLOCK_H, C.LEFT], 0.0, tl.float32)
@@ -346,7 +342,7 @@ def _attend(
         acc = tl.dot(p, k_tile, acc * alpha[:, None], input_precision="ieee")
         if C.RIGHT > 0:
             acc2 = tl.dot(p, k_tile2, acc2 * alpha[:, None], input_precision="ieee")
-    inverse, to, seen = softmax.finish(row_max, row_sum, heads, sinks, places, C.R, C)
+    inverse, to, seen = softmax.finish(row_max, row_sum, heads, sinks, results, C.R, C)
     if C.SPLITS == 1 and C.STATS:
         piece = row * C.HEADS + head
         top = tl.where(seen, row_max * LN2, float("-inf"))

@@ -510,6 +510,18 @@ def test_c_is_handed_what_triton_hands_it(encoded):
     assert not encoded  # the third is the first
 
 
+def test_pointers_in_tuples_move_with_their_tensors():
+    values = [9, 0, None, 0, 5, 0, 3, 4]
+    pointers = [(1, 0, 0), (3, 1, 8), (5, 1, 16)]
+    launch: Any = SimpleNamespace(call=lambda values: values)
+    tuples = [slice(5, 7), slice(1, 4)]
+    step = launches._Launched(launch, values, pointers, [], [], tuples, "here")
+    for x, y in ((100, 200), (300, 400)):
+        run: Any = SimpleNamespace(pointers=[x, y])
+        assert step.call(run) == [9, (x, None, y + 8), 5, (y + 16, 3), 4]
+    assert values == [9, 0, None, 0, 5, 0, 3, 4]
+
+
 def test_hooks_see_every_launch(encoded, monkeypatch):
     which = Launched()
     launch = FastLauncher(Launcher(which.kernel), (3, 2, 1), 0)
@@ -617,9 +629,9 @@ def _sized(tensor: Tensor) -> tuple[Any, Any]:
     [
         lambda x: x.sum().item(),  # reads a value
         lambda x: launches.kernel(Reads(), 1)(torch.tensor([1])),  # a tensor from nowhere
-        lambda x: launches.kernel(Reads(), 1)((x,)),
+        lambda x: launches.kernel(Reads(), 1)((x, object())),
     ],
-    ids=["value", "tensor", "tuple"],
+    ids=["value", "tensor", "object"],
 )
 def test_what_a_plan_cannot_do_again_has_none(does):
     def launcher(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import triton
 from custom.cuda_ops.common import gpu
 from custom.dispatch.common import memory
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import KernelInterface
 
@@ -73,7 +74,7 @@ class Device:
         return launched
 
     def again(self, kernel: Any, x: int, y: int, z: int, *rest: Any) -> None:
-        values = [address_of(value) for value in rest[6:]]
+        values = [address_of(value) for value in tree_leaves(rest[6:])]
         self.launched.append((kernel.__name__, (x, y, z), values))
 
     def empty(self, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

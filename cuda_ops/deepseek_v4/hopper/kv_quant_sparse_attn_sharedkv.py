@@ -123,29 +123,15 @@ def _producer(
     d = gl.arange(0, 256, layout=gl.SliceLayout(0, GATHER))
     programs = gl.num_programs(0)
     this = gl.program_id(0)
-    (
-        row,
-        head,
-        request,
-        limit,
-        near,
-        far,
-        closed,
-        first_row,
-        first_entry,
-        near_tiles,
-        lo,
-        steps,
-    ) = begin(this, of, LAYOUT, P, C)
-    note = sharedkv.Note(request, limit, near, far, closed, first_row, first_entry)
-    entry = lo * 64 + column
-    of_near, of_far = named(entry, near_tiles, row, note, caches, strides, P)
-    outer, inner, valid = keys_of(entry, near_tiles, of_near, of_far, note, caches, strides, P)
-    place = places_of(entry, near_tiles, outer, inner, valid, steps_of_keys, P)
+    work = begin(this, of, LAYOUT, P, C)
+    entry = work.lo * 64 + column
+    of_near, of_far = named(entry, work.near, work.row, work.note, caches, strides, P)
+    outer, inner, valid = keys_of(entry, work.near, of_near, of_far, work.note, caches, strides, P)
+    place = places_of(entry, work.near, outer, inner, valid, steps_of_keys, P)
     places.index(0).store(place)
     arrive(bars, PLACED)
-    low, high = scales_of(entry, near_tiles, outer, inner, valid, caches, strides, P)
-    base0 = cache_of(lo, near_tiles, caches, P)
+    low, high = scales_of(entry, work.near, outer, inner, valid, caches, strides, P)
+    base0 = cache_of(work.lo, work.near, caches, P)
     place0 = places.index(0).slice(0, 64).load(ROW)
     x, y, z, w, v = _ask_first(base0, place0, UNIT)
     for c in gl.static_range(2):
@@ -162,37 +148,23 @@ def _producer(
             # the queries of an item come as soon as both consumers have no more scores to make
             mbarrier.wait(bars.index(QUERY_FREE), query_phase)
             query_phase = query_phase ^ 1
-            places.index(2).store(gl.full([128], 0, gl.int32, layout=LINE) + steps)
-            h = (head + line).to(gl.int64)
+            places.index(2).store(gl.full([128], 0, gl.int32, layout=LINE) + work.steps)
+            h = (work.head + line).to(gl.int64)
             mask = (h < C.HEADS)[:, None]
-            at = (q + row * strides[0] + h * strides[1])[:, None] + d[None, :]
+            at = (q + work.row * strides[0] + h * strides[1])[:, None] + d[None, :]
             cp_async(q_left.index(0), at, mask=mask)
             cp_async(q_right.index(0), at + 256, mask=mask)
             async_copy.mbarrier_arrive(bars.index(QUERY), increment_count=False)
             arrive(bars, QUERY)
-        base1 = cache_of(lo + 2 * step + 1, near_tiles, caches, P)
+        base1 = cache_of(work.lo + 2 * step + 1, work.near, caches, P)
         # the next step, of this item or of the next one: its indices are asked for now
         step += 1
-        if step == steps:
+        if step == work.steps:
             step = 0
             this += programs
-            (
-                row,
-                head,
-                request,
-                limit,
-                near,
-                far,
-                closed,
-                first_row,
-                first_entry,
-                near_tiles,
-                lo,
-                steps,
-            ) = begin(gl.minimum(this, items - 1), of, LAYOUT, P, C)
-        note = sharedkv.Note(request, limit, near, far, closed, first_row, first_entry)
-        entry = (lo + 2 * step) * 64 + column
-        of_near, of_far = named(entry, near_tiles, row, note, caches, strides, P)
+            work = begin(gl.minimum(this, items - 1), of, LAYOUT, P, C)
+        entry = (work.lo + 2 * step) * 64 + column
+        of_near, of_far = named(entry, work.near, work.row, work.note, caches, strides, P)
         now = places.index(t & 1)
         after = places.index((t + 1) & 1)
         by = 2 * (t & 1)
@@ -201,18 +173,20 @@ def _producer(
         scale = scales.index(by).slice(0, 64).load(ROW)
         x, y, z, w = _left(x, y, z, w, scale, left.index(0), base1, place1, UNIT)
         arrive(bars, LEFT)
-        outer, inner, valid = keys_of(entry, near_tiles, of_near, of_far, note, caches, strides, P)
+        outer, inner, valid = keys_of(
+            entry, work.near, of_near, of_far, work.note, caches, strides, P
+        )
         mbarrier.wait(bars.index(RIGHT_FREE), phase)
         _turned(base0, now.slice(0, 64), right.index(0), bars.index(RIGHT), UNIT)
         scale = scales.index(by + 1).slice(0, 64).load(ROW)
         v = _right(v, scale, right.index(0), stage, base1, place1, UNIT)
         arrive(bars, RIGHT)
         # the places of the step before are free, since both consumers let go of its first tile
-        place = places_of(entry, near_tiles, outer, inner, valid, steps_of_keys, P)
+        place = places_of(entry, work.near, outer, inner, valid, steps_of_keys, P)
         after.store(place)
         arrive(bars, PLACED + ((t + 1) & 1))
-        low, high = scales_of(entry, near_tiles, outer, inner, valid, caches, strides, P)
-        base0 = cache_of(lo + 2 * step, near_tiles, caches, P)
+        low, high = scales_of(entry, work.near, outer, inner, valid, caches, strides, P)
+        base0 = cache_of(work.lo + 2 * step, work.near, caches, P)
         place0 = after.slice(0, 64).load(ROW)
         mbarrier.wait(bars.index(LEFT_FREE + 1), phase)
         scale = scales.index(by).slice(64, 64).load(ROW)
@@ -235,23 +209,11 @@ def _attend(
     q,
     ori,
     cmp,
-    ori_index,
-    cmp_index,
-    ori_table,
-    cmp_table,
+    names,
     sinks,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
+    results,
     lse,
-    cu_q,
-    used_q,
-    used_kv,
-    cu_ori,
-    cu_cmp,
-    ori_length,
-    cmp_length,
+    lengths,
     scale_log2,
     tokens,
     requests,
@@ -264,11 +226,9 @@ def _attend(
     UNIT: gl.constexpr,
 ):
     gdc_wait()
-    of = sharedkv.Source(
-        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, extents
-    )
-    caches = Caches(ori, cmp, ori_index, cmp_index, ori_table, cmp_table, extents)
-    to = Output(out, partial, partial_max, partial_sum, lse, lse, sinks)
+    of = sharedkv.Source(lengths, tokens, requests, extents)
+    caches = Caches(ori, cmp, names, extents)
+    to = Output(results, lse, lse, sinks)
     # the right halves: the rotary copies of 128 threads beside them
     RIGHTS: gl.constexpr = 129 if q.dtype.element_ty == gl.bfloat16 else 1
     # the queries: copies of 128 threads, and the number of steps

@@ -30,17 +30,24 @@ class Caches(NamedTuple):
 
     ori: Any
     cmp: Any
-    ori_index: Any
-    cmp_index: Any
-    ori_table: Any
-    cmp_table: Any
+    names: Any
     extents: Any  # of a source, then pages of both and rows of a page
+
+
+class Work(NamedTuple):
+    """An item: its row, first head and note, tiles of window rows, its first tile, its steps."""
+
+    row: Any
+    head: Any
+    note: Any
+    near: Any
+    lo: Any
+    steps: Any
 
 
 @gluon.jit
 def begin(number, of, LAYOUT: gl.constexpr, P: gl.constexpr, C: gl.constexpr):
-    """(row, head, its note, tiles of window rows, first tile, steps) of an item; one without keys
-    takes a step as well."""
+    """The `Work` of an item; one without keys takes a step as well."""
     row, split, head = item(number, C.HEADS, C.SPLITS)
     passed, first, stop = request_of(row, sharedkv.sums_of(of), LAYOUT, LINE)
     note = sharedkv.note_of(row, passed, first, stop, of, P)
@@ -49,20 +56,7 @@ def begin(number, of, LAYOUT: gl.constexpr, P: gl.constexpr, C: gl.constexpr):
     each = (whole + C.SPLITS - 1) // C.SPLITS
     lo = split * each
     steps = gl.maximum(gl.minimum(each, whole - lo), 1)
-    return (
-        row,
-        head,
-        note.request,
-        note.limit,
-        note.near,
-        note.far,
-        note.closed,
-        note.first_row,
-        note.first_entry,
-        near,
-        lo * 2,
-        steps,
-    )
+    return Work(row, head, note, near, lo * 2, steps)
 
 
 @gluon.jit
@@ -80,11 +74,11 @@ def _either(entry, tiles, P: gl.constexpr):
 def named(entry, tiles, row, note, caches, strides, P: gl.constexpr):
     """What the call names for keys of a row, in either of its caches."""
     near, far = _either(entry, tiles, P)
-    index = sharedkv.of_row(caches.ori_index, row, strides[2])
+    index = sharedkv.of_row(caches.names.ori_index, row, strides[2])
     of_near = sharedkv.near_index(near, note, index, P)
     of_far = of_near
     if P.ENTRIES:
-        index = sharedkv.of_row(caches.cmp_index, row, strides[3])
+        index = sharedkv.of_row(caches.names.cmp_index, row, strides[3])
         of_far = sharedkv.far_index(far, note, index, P)
     return of_near, of_far
 
@@ -93,12 +87,12 @@ def named(entry, tiles, row, note, caches, strides, P: gl.constexpr):
 def keys_of(entry, tiles, of_near, of_far, note, caches, strides, P: gl.constexpr):
     """(outer, inner, valid) of keys of a row, each in its cache."""
     near, far = _either(entry, tiles, P)
-    table = sharedkv.of_row(caches.ori_table, note.request, strides[4])
+    table = sharedkv.of_row(caches.names.ori_table, note.request, strides[4])
     outer, inner, valid = sharedkv.near_place(
         near, of_near, note, table, caches.extents[6], caches.extents[8], P
     )
     if P.ENTRIES:
-        table = sharedkv.of_row(caches.cmp_table, note.request, strides[5])
+        table = sharedkv.of_row(caches.names.cmp_table, note.request, strides[5])
         far_outer, far_inner, far_valid = sharedkv.far_place(
             far, of_far, note, table, caches.extents[7], caches.extents[9], P
         )
@@ -191,11 +185,10 @@ def run(
         q,
         *caches,
         sinks=lse if sinks is None else sinks,
-        out=call.out,
-        **parts.arguments,
+        results=parts.results(call.out),
         lse=lse,
         scale_log2=call.scale_log2,
-        **keys.tensors,
+        **keys.others,
         extents=keys.extents,
         strides=(*q.stride()[:2], *keys.strides, *of_keys),
         items=items,

@@ -59,25 +59,11 @@ def _producer(
     d = gl.arange(0, 256, layout=gl.SliceLayout(0, GATHER))
     programs = gl.num_programs(0)
     this = gl.program_id(0)
-    (
-        row,
-        head,
-        request,
-        limit,
-        near,
-        far,
-        closed,
-        first_row,
-        first_entry,
-        near_tiles,
-        lo,
-        steps,
-    ) = begin(this, of, LAYOUT, P, C)
-    note = sharedkv.Note(request, limit, near, far, closed, first_row, first_entry)
-    entry = lo * 64 + column
-    of_near, of_far = named(entry, near_tiles, row, note, caches, strides, P)
-    outer, inner, valid = keys_of(entry, near_tiles, of_near, of_far, note, caches, strides, P)
-    place = places_of(entry, near_tiles, outer, inner, valid, steps_of_keys, P)
+    work = begin(this, of, LAYOUT, P, C)
+    entry = work.lo * 64 + column
+    of_near, of_far = named(entry, work.near, work.row, work.note, caches, strides, P)
+    outer, inner, valid = keys_of(entry, work.near, of_near, of_far, work.note, caches, strides, P)
+    place = places_of(entry, work.near, outer, inner, valid, steps_of_keys, P)
     places.index(0).store(place)
     arrive(bars, PLACED)
     t = 0
@@ -89,10 +75,10 @@ def _producer(
             # the queries of an item come as soon as both consumers have no more scores to make
             mbarrier.wait(bars.index(QUERY_FREE), query_phase)
             query_phase = query_phase ^ 1
-            places.index(2).store(gl.full([128], 0, gl.int32, layout=LINE) + steps)
-            h = (head + line).to(gl.int64)
+            places.index(2).store(gl.full([128], 0, gl.int32, layout=LINE) + work.steps)
+            h = (work.head + line).to(gl.int64)
             mask = (h < C.HEADS)[:, None]
-            at = (q + row * strides[0] + h * strides[1])[:, None] + d[None, :]
+            at = (q + work.row * strides[0] + h * strides[1])[:, None] + d[None, :]
             cp_async(q_left.index(0), at, mask=mask)
             cp_async(q_right.index(0), at + 256, mask=mask)
             async_copy.mbarrier_arrive(bars.index(QUERY), increment_count=False)
@@ -102,30 +88,16 @@ def _producer(
             h = (first + column).to(gl.int64)
             there = (this + programs < items) & (column < 64) & (h < C.HEADS)
             fetch(q + later * strides[0] + h * strides[1], there)
-        base0 = cache_of(lo + 2 * step, near_tiles, caches, P)
-        base1 = cache_of(lo + 2 * step + 1, near_tiles, caches, P)
+        base0 = cache_of(work.lo + 2 * step, work.near, caches, P)
+        base1 = cache_of(work.lo + 2 * step + 1, work.near, caches, P)
         # the next step, of this item or of the next one: its indices are asked for now
         step += 1
-        if step == steps:
+        if step == work.steps:
             step = 0
             this += programs
-            (
-                row,
-                head,
-                request,
-                limit,
-                near,
-                far,
-                closed,
-                first_row,
-                first_entry,
-                near_tiles,
-                lo,
-                steps,
-            ) = begin(gl.minimum(this, items - 1), of, LAYOUT, P, C)
-        note = sharedkv.Note(request, limit, near, far, closed, first_row, first_entry)
-        entry = (lo + 2 * step) * 64 + column
-        of_near, of_far = named(entry, near_tiles, row, note, caches, strides, P)
+            work = begin(gl.minimum(this, items - 1), of, LAYOUT, P, C)
+        entry = (work.lo + 2 * step) * 64 + column
+        of_near, of_far = named(entry, work.near, work.row, work.note, caches, strides, P)
         now = places.index(t & 1)
         place0 = now.slice(0, 64).load(ROW)
         mbarrier.wait(bars.index(LEFT_FREE), phase)
@@ -142,8 +114,10 @@ def _producer(
         gather(base1, place1, UNIT, right.index(1), 256)
         async_copy.mbarrier_arrive(bars.index(RIGHT + 1), increment_count=False)
         # the places of the step before are free, since both consumers let go of its tiles
-        outer, inner, valid = keys_of(entry, near_tiles, of_near, of_far, note, caches, strides, P)
-        place = places_of(entry, near_tiles, outer, inner, valid, steps_of_keys, P)
+        outer, inner, valid = keys_of(
+            entry, work.near, of_near, of_far, work.note, caches, strides, P
+        )
+        place = places_of(entry, work.near, outer, inner, valid, steps_of_keys, P)
         places.index((t + 1) & 1).store(place)
         arrive(bars, PLACED + ((t + 1) & 1))
         phase = phase ^ 1
@@ -156,23 +130,11 @@ def _attend(
     q,
     ori,
     cmp,
-    ori_index,
-    cmp_index,
-    ori_table,
-    cmp_table,
+    names,
     sinks,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
+    results,
     lse,
-    cu_q,
-    used_q,
-    used_kv,
-    cu_ori,
-    cu_cmp,
-    ori_length,
-    cmp_length,
+    lengths,
     scale_log2,
     tokens,
     requests,
@@ -185,11 +147,9 @@ def _attend(
     UNIT: gl.constexpr,
 ):
     gdc_wait()
-    of = sharedkv.Source(
-        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, extents
-    )
-    caches = Caches(ori, cmp, ori_index, cmp_index, ori_table, cmp_table, extents)
-    to = Output(out, partial, partial_max, partial_sum, lse, lse, sinks)
+    of = sharedkv.Source(lengths, tokens, requests, extents)
+    caches = Caches(ori, cmp, names, extents)
+    to = Output(results, lse, lse, sinks)
     # the queries: copies of 128 threads, and the number of steps
     tiles = tiles_of(ori.dtype.element_ty, 0, [3, 128], 128, 128, 129)
     gl.warp_specialize(

@@ -19,7 +19,7 @@ from ...common import gpu, sharedkv
 from ...common.gluon_names import cp_async
 from ...common.hopper.rows import request_of
 from ...runtime import launches
-from ...sparse_attention.hopper.mla_parts import Tiles, ask, combine, part, parts_of
+from ...sparse_attention.hopper.mla_parts import ask, combine, part, parts_of, tiles_of
 from . import packed_rows
 from .places import steps, unit
 
@@ -48,25 +48,16 @@ def _attend(
     q,
     ori,
     cmp,
-    ori_index,
-    cmp_index,
-    ori_table,
-    cmp_table,
-    partial,
-    partial_max,
-    partial_sum,
-    cu_q,
-    used_q,
-    used_kv,
-    cu_ori,
-    cu_cmp,
-    ori_length,
-    cmp_length,
+    names,
+    parts,
+    lengths,
     scale_log2,
     tokens,
     requests,
     extents,
-    strides,
+    q_steps,
+    name_steps,
+    key_steps,
     LAYOUT: gl.constexpr,
     P: gl.constexpr,
     UNIT: gl.constexpr,
@@ -78,29 +69,12 @@ def _attend(
 ):
     """PACKED: rows of 584 bytes, as words."""
     gdc_wait()
-    of = sharedkv.Source(
-        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, extents
-    )
-    (
-        q_row,
-        q_head,
-        ori_index_row,
-        cmp_index_row,
-        ori_table_row,
-        cmp_table_row,
-        ori_o,
-        ori_i,
-        cmp_o,
-        cmp_i,
-        ori_page,
-        cmp_page,
-    ) = strides
-    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    of = sharedkv.Source(lengths, tokens, requests, extents)
+    ori_o, ori_i, cmp_o, cmp_i, ori_page, cmp_page = key_steps
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # one entry a thread
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    dtype: gl.constexpr = q.dtype.element_ty
     program = gl.program_id(0)
     TILES: gl.constexpr = (HEADS + 15) // 16
     head = program % TILES * 16
@@ -110,14 +84,11 @@ def _attend(
     passed, first, stop = request_of(row, sharedkv.sums_of(of), LAYOUT, LINE)
     note = sharedkv.note_of(row, passed, first, stop, of, P)
     near, _total = sharedkv.tiles_of(note, P, BLOCK_N)
-    queries = gl.allocate_shared_memory(dtype, [16, 512], SWIZZLED)
-    left = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
-    right = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
-    places = gl.allocate_shared_memory(gl.int32, [BLOCK_N], FLAT)
+    tiles = tiles_of(q.dtype.element_ty, BLOCK_N, 0)
     h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, QUERY))).to(gl.int64)
     d = gl.arange(0, 512, layout=gl.SliceLayout(0, QUERY))
-    at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
-    cp_async(queries, at, mask=(h < HEADS)[:, None])
+    at = (q + row * q_steps[0] + h * q_steps[1])[:, None] + d[None, :]
+    cp_async(tiles.queries, at, mask=(h < HEADS)[:, None])
     is_near = split < near
     entry = split * BLOCK_N + gl.arange(0, BLOCK_N, layout=LINE)
     base = ori
@@ -129,30 +100,21 @@ def _attend(
             base = cmp
             outer_step = cmp_o
             inner_step = cmp_i
-    named = sharedkv.Named(
-        sharedkv.of_row(ori_index, row, ori_index_row),
-        sharedkv.of_row(cmp_index, row, cmp_index_row),
-        sharedkv.of_row(ori_table, note.request, ori_table_row),
-        sharedkv.of_row(cmp_table, note.request, cmp_table_row),
-        extents[6],
-        extents[7],
-        extents[8],
-        extents[9],
-    )
+    pages, sizes = (extents[6], extents[7]), (extents[8], extents[9])
+    named = sharedkv.Named(names, name_steps, row, pages, sizes)
     outer, inner, valid = sharedkv.keys_of(entry, is_near, note, named, P)
-    places.store(gl.where(valid, outer * outer_step + inner * inner_step, -1).to(gl.int32))
+    tiles.places.store(gl.where(valid, outer * outer_step + inner * inner_step, -1).to(gl.int32))
     if PACKED:
         page = gl.where(is_near, ori_page, cmp_page)
         size = gl.where(is_near, extents[8], extents[9])
         offsets = gl.allocate_shared_memory(gl.int64, [BLOCK_N], FLAT)
         offsets.store(gl.where(valid, outer * page + size * 144 + inner * 2, -1).to(gl.int64))
-        _unpack(base, places, offsets, left, right, UNIT, WARPS)
+        _unpack(base, tiles.places, offsets, tiles.left, tiles.right, UNIT, WARPS)
         async_copy.commit_group()
         async_copy.commit_group()
     else:
-        ask(base, places.load(gl.SliceLayout(1, GATHER)), UNIT, left, right, GATHER)
-    tiles = Tiles(queries, queries, left, right, left, places)
-    parts = (partial, partial_max, partial_sum)
+        place = tiles.places.load(gl.SliceLayout(1, GATHER))
+        ask(base, place, UNIT, tiles.left, tiles.right, GATHER)
     part(tiles, scale_log2, parts, row, split, head, HEADS, SPLITS, 0, WARPS)
 
 
@@ -199,13 +161,13 @@ def launch(call: sharedkv.Attention) -> None:
         q,
         ori,
         cmp,
-        partial=parts[0],
-        partial_max=parts[1],
-        partial_sum=parts[2],
+        parts=parts,
         scale_log2=call.scale_log2,
-        **keys.tensors,
+        **keys.others,
         extents=keys.extents,
-        strides=(*q.stride()[:2], *keys.strides, *keys_at),
+        q_steps=q.stride()[:2],
+        name_steps=keys.strides,
+        key_steps=keys_at,
         LAYOUT=keys.layout,
         P=keys.places,
         UNIT=by,

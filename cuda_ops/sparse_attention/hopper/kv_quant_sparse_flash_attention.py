@@ -341,10 +341,7 @@ def _attend(
     seqlens_k,
     table,
     sinks,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
+    results,
     softmax_max,
     softmax_sum,
     scale_log2,
@@ -364,7 +361,7 @@ def _attend(
     of = rows.Requests(
         seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
     )
-    to = Output(out, partial, partial_max, partial_sum, softmax_max, softmax_sum, sinks)
+    to = Output(results, softmax_max, softmax_sum, sinks)
     # the right halves: the rotary copies of 128 threads beside them
     RIGHTS: gl.constexpr = 129 if C.ROPE > 0 else 1
     tiles = tiles_of(q.dtype.element_ty, C.ROPE, [2, 128], 1, RIGHTS, 128)

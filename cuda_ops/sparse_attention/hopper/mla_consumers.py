@@ -89,10 +89,7 @@ class Tiles(NamedTuple):
 
 
 class Output(NamedTuple):
-    out: Any
-    partial: Any
-    partial_max: Any
-    partial_sum: Any
+    results: Any
     softmax_max: Any
     softmax_sum: Any
     sinks: Any
@@ -264,20 +261,20 @@ def _finish(acc, row_sum, row_max, to, row, split, head, C: gl.constexpr, COLUMN
     else:
         piece = (row * C.SPLITS + split) * C.HEADS
         if COLUMN == 0:
-            gl.store(to.partial_max + piece + h, row_max, mask=h < C.HEADS)
-            gl.store(to.partial_sum + piece + h, row_sum, mask=h < C.HEADS)
+            gl.store(to.results.partial_max + piece + h, row_max, mask=h < C.HEADS)
+            gl.store(to.results.partial_sum + piece + h, row_sum, mask=h < C.HEADS)
     inverse = gl.where(valid, 1.0 / below, 0.0)
     o = acc * gl.convert_layout(inverse, gl.SliceLayout(1, WIDE))[:, None]
     if C.SPLITS == 1:
-        o = gl.convert_layout(o.to(to.out.dtype.element_ty), TURNED)
+        o = gl.convert_layout(o.to(to.results.out.dtype.element_ty), TURNED)
         d = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, TURNED))
         wide = head + gl.arange(0, 64, layout=gl.SliceLayout(1, TURNED))
-        at = to.out + (row * C.HEADS + wide) * 512
+        at = to.results.out + (row * C.HEADS + wide) * 512
         gl.store(at[:, None] + d[None, :], o, mask=(wide < C.HEADS)[:, None])
     else:
         d = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, WIDE))
         wide = head + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-        at = to.partial + (piece + wide) * 512
+        at = to.results.partial + (piece + wide) * 512
         gl.store(at[:, None] + d[None, :], o, mask=(wide < C.HEADS)[:, None])
 
 

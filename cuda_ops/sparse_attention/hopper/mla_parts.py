@@ -40,6 +40,21 @@ class Tiles(NamedTuple):
 
 
 @gluon.jit
+def tiles_of(dtype: gl.constexpr, BLOCK_N: gl.constexpr, ROPE: gl.constexpr):
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    queries = gl.allocate_shared_memory(dtype, [16, 512], SWIZZLED)
+    left = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
+    right = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
+    query_ropes = queries
+    ropes = left
+    if ROPE > 0:
+        query_ropes = gl.allocate_shared_memory(dtype, [16, 64], SWIZZLED)
+        ropes = gl.allocate_shared_memory(dtype, [BLOCK_N, 64], SWIZZLED)
+    places = gl.allocate_shared_memory(gl.int32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Tiles(queries, query_ropes, left, right, ropes, places)
+
+
+@gluon.jit
 def _half(s, s2, queries, tile, COLUMN: gl.constexpr, S: gl.constexpr):
     """Scores of 256 columns, on top of two sums: half the latency of one chain of products."""
     Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)

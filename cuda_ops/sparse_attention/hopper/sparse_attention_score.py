@@ -127,14 +127,14 @@ def _highest(s, C: gl.constexpr):
 
 
 @gluon.jit
-def _finish(acc, row_max, row_sum, row, split, shared, tile, sinks, lse, places, C: gl.constexpr):
+def _finish(acc, row_max, row_sum, row, split, shared, tile, sinks, lse, results, C: gl.constexpr):
     """Store what the heads of a tile have seen."""
     GROUP: gl.constexpr = C.HEADS // C.SHARED
     COLUMNS: gl.constexpr = _columns(C.D, C.BLOCK_H)
     of_group = tile * C.BLOCK_H + gl.arange(0, C.BLOCK_H, layout=row_max.type.layout)
     head, mask = shared * GROUP + of_group, of_group < GROUP
     heads = (row, split, head, mask)
-    inverse, to, seen = softmax.finish(row_max, row_sum, heads, sinks, places, C.D, C)
+    inverse, to, seen = softmax.finish(row_max, row_sum, heads, sinks, results, C.D, C)
     if C.SPLITS == 1 and C.STATS:
         log = row_max * LN2 + gl.log(gl.where(seen, row_sum, 1.0))
         gl.store(lse + row * C.HEADS + head, gl.where(seen, log, float("-inf")), mask=mask)
@@ -156,10 +156,7 @@ def _attend(
     key_lengths,
     table,
     sinks,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
+    results,
     lse,
     scale_log2,
     tokens,
@@ -276,8 +273,7 @@ def _attend(
         acc = warpgroup_mma_wait(0, deps=[acc])
     async_copy.wait_group(0)
     barrier()  # what follows has this memory
-    to = (out, partial, partial_max, partial_sum)
-    _finish(acc, row_max, gl.sum(sums, 0), row, split, shared, tile, sinks, lse, to, C)
+    _finish(acc, row_max, gl.sum(sums, 0), row, split, shared, tile, sinks, lse, results, C)
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:

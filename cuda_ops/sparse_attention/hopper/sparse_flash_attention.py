@@ -142,10 +142,7 @@ def _attend(
     seqlens_k,
     table,
     sinks,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
+    results,
     softmax_max,
     softmax_sum,
     scale_log2,
@@ -164,7 +161,7 @@ def _attend(
     of = rows.Requests(
         seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
     )
-    to = Output(out, partial, partial_max, partial_sum, softmax_max, softmax_sum, sinks)
+    to = Output(results, softmax_max, softmax_sum, sinks)
     tiles = tiles_of(key.dtype.element_ty, C.ROPE, [2, 128], 128, 128, 128)
     gl.warp_specialize(
         [

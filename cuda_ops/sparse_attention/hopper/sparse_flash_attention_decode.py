@@ -25,7 +25,7 @@ from ...common.tiling import cdiv
 from ...runtime import launches
 from . import sparse_flash_attention
 from .mla_consumers import strides
-from .mla_parts import Tiles, ask, combine, part, parts_of
+from .mla_parts import ask, combine, part, parts_of, tiles_of
 
 
 @gluon.jit(do_not_specialize=[*rows.NUMBERS, "entries"])
@@ -38,9 +38,7 @@ def _attend(
     seqlens_q,
     seqlens_k,
     table,
-    partial,
-    partial_max,
-    partial_sum,
+    parts,
     scale_log2,
     entries,
     tokens,
@@ -61,11 +59,9 @@ def _attend(
     of = rows.Requests(
         seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
     )
-    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # one entry a thread
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    dtype: gl.constexpr = key.dtype.element_ty
     program = gl.program_id(0)
     TILES: gl.constexpr = (HEADS + 15) // 16
     head = program % TILES * 16
@@ -77,32 +73,22 @@ def _attend(
         indices + row * index_stride + entry // SPARSE_BLOCK, mask=entry < entries, other=-1
     )
     request, start, kv_len = locate(row, of, LAYOUT, LINE)
-    queries = gl.allocate_shared_memory(dtype, [16, 512], SWIZZLED)
-    left = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
-    right = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
-    query_ropes = queries
-    ropes = left
-    if ROPE > 0:
-        query_ropes = gl.allocate_shared_memory(dtype, [16, 64], SWIZZLED)
-        ropes = gl.allocate_shared_memory(dtype, [BLOCK_N, 64], SWIZZLED)
-    places = gl.allocate_shared_memory(gl.int32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tiles = tiles_of(key.dtype.element_ty, BLOCK_N, ROPE)
     h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, QUERY))).to(gl.int64)
     d = gl.arange(0, 512, layout=gl.SliceLayout(0, QUERY))
     at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
-    cp_async(queries, at, mask=(h < HEADS)[:, None])
+    cp_async(tiles.queries, at, mask=(h < HEADS)[:, None])
     r = gl.arange(0, 64, layout=gl.SliceLayout(0, GATHER))
     if ROPE > 0:
         h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, GATHER))).to(gl.int64)
         at = (q_rope + row * qr_row + h * qr_head)[:, None] + r[None, :]
-        cp_async(query_ropes, at, mask=(h < HEADS)[:, None])
-    places.store(slots(index, entry, kv_len, request, start, of, SPARSE_BLOCK, LAYOUT))
-    slot = places.load(gl.SliceLayout(1, GATHER))
+        cp_async(tiles.query_ropes, at, mask=(h < HEADS)[:, None])
+    tiles.places.store(slots(index, entry, kv_len, request, start, of, SPARSE_BLOCK, LAYOUT))
+    slot = tiles.places.load(gl.SliceLayout(1, GATHER))
     if ROPE > 0:
         at = (key_rope + gl.maximum(slot, 0).to(gl.int64) * rope_stride)[:, None] + r[None, :]
-        cp_async(ropes, at, mask=(slot >= 0)[:, None])
-    ask(key, slot, key_stride, left, right, GATHER)
-    tiles = Tiles(queries, query_ropes, left, right, ropes, places)
-    parts = (partial, partial_max, partial_sum)
+        cp_async(tiles.ropes, at, mask=(slot >= 0)[:, None])
+    ask(key, slot, key_stride, tiles.left, tiles.right, GATHER)
     part(tiles, scale_log2, parts, row, split, head, HEADS, SPLITS, ROPE, WARPS)
 
 
@@ -137,9 +123,7 @@ def launch(call: Attention) -> None:
         call.key,
         call.kr,
         call.index,
-        partial=parts[0],
-        partial_max=parts[1],
-        partial_sum=parts[2],
+        parts=parts,
         scale_log2=call.scale_log2,
         entries=call.entries,
         strides=strides(call),
