@@ -714,7 +714,7 @@ def launch(
             epsilon,
         ),
         (
-            *(step for x in (*qkv, a) for step in x.stride()[:3]),
+            *(s for x in (*qkv, a) for s in x.stride()[:3]),
             *b.stride()[:2],
             *z_strides,
             pool.stride(0),

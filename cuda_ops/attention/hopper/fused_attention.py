@@ -33,6 +33,7 @@ from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ...common.hopper.tma import at, describable, describe
 from ...common.log2 import LEAST, LN2, LOG2E
 from ...runtime import launches
+from .turns import seen, tile_listed, turn_of
 
 _keys_of = gluon.jit(keys_of.fn)
 
@@ -74,39 +75,6 @@ class Constants(NamedTuple):
 
 
 @gluon.jit
-def turn_of(number, tiles, outers, section):
-    """(section, head, place in the order of its tiles) of a tile number: the heads of a section,
-    whose keys or queries fit in L2 together, take turns."""
-    group = number // (section * tiles)
-    inside = number % (section * tiles)
-    count = gl.minimum(section, outers - group * section)
-    return group, group * section + inside % count, inside // count
-
-
-@gluon.jit
-def listed(plan, place):
-    """(first row, rows, first other row, other rows, tile, piece) of a packed sequence's tile."""
-    row = plan + place.to(gl.int64) * 8
-    first, rows = gl.load(row), gl.load(row + 1)
-    other_first, other_rows = gl.load(row + 2), gl.load(row + 3)
-    return first, rows, other_first, other_rows, gl.load(row + 4), gl.load(row + 5)
-
-
-@gluon.jit
-def seen(column, position, end, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    """Which columns the rows at these positions see."""
-    if CAUSAL:
-        keep = column < gl.minimum(position + 1, end)[:, None]
-    elif WINDOW:
-        keep = column < gl.minimum(position + window, end)[:, None]
-    else:
-        keep = column < end
-    if WINDOW:
-        keep = keep & (column > (position - window)[:, None])
-    return keep
-
-
-@gluon.jit
 def _tile_of(number, plan, tiles, outers, heads, section, rows, other_rows, VARLEN: gl.constexpr):
     """(batch, head, first row, rows, first other row, other rows, tile) of a tile number.
 
@@ -115,7 +83,7 @@ def _tile_of(number, plan, tiles, outers, heads, section, rows, other_rows, VARL
     """
     group, outer, place = turn_of(number, tiles, outers, section)
     if VARLEN:
-        first, rows, other_first, other_rows, tile, _piece = listed(plan, place)
+        first, rows, other_first, other_rows, tile, _piece = tile_listed(plan, place)
         return 0, outer, first, rows, other_first, other_rows, tile
     down = ((outers + section - 1) // section - group) & 1
     tile = gl.where(down == 1, tiles - 1 - place, place)

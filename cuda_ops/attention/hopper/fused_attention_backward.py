@@ -56,7 +56,7 @@ from ...common.log2 import LOG2E
 from ...runtime import launches
 from ...runtime.private_triton import builtin, ir
 from . import fused_attention
-from .fused_attention import listed, seen, turn_of
+from .turns import seen, tile_listed, turn_of
 
 # Causal, B 4, H 16, D 128, H200, 2026-11: 4096 tokens 1357 us (three stages 1354 to 1384), 16384
 # tokens 20519 (21807)
@@ -120,7 +120,7 @@ def _tile_of(ticket, plan, tiles, outers, heads, section, rows, other_rows, C: g
     number = ticket if C.IN_TURN else gl.program_id(0)
     _group, outer, tile = turn_of(number, tiles, outers, section)
     if C.VARLEN:
-        first, rows, other_first, other_rows, tile, piece = listed(plan, tile)
+        first, rows, other_first, other_rows, tile, piece = tile_listed(plan, tile)
         return 0, outer, first, rows, other_first, other_rows, tile, piece
     # the first keys are seen by most queries: longest first, unless tiles add in turn
     if C.IN_TURN:
