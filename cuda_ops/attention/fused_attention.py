@@ -39,6 +39,7 @@ from ..common.attention_tiles import (
     padded_size,
     plan,
     row_strides,
+    rows_of,
     steps,
     strides,
     visible,
@@ -70,25 +71,11 @@ class Constants(NamedTuple):
 
 
 @triton.jit
-def _over_keys(
-    acc,
-    row_max,
-    row_sum,
-    q_tile,
-    k,
-    v,
-    k_row,
-    v_row,
-    low,
-    high,
-    columns,
-    position,
-    scale_log2,
-    window,
-    MASKED: tl.constexpr,
-    C: tl.constexpr,
-):
+def _over_keys(state, q_tile, keys, low, high, seen, MASKED: tl.constexpr, C: tl.constexpr):
     """Adds keys [low, high) to (acc, row_max, row_sum); row_max and row_sum in base 2."""
+    acc, row_max, row_sum = state
+    k, v, k_row, v_row = keys
+    columns, position, scale_log2, window = seen
     d = tl.arange(0, C.D_PAD)
     e = tl.arange(0, C.V_PAD)
     n = tl.arange(0, C.BLOCK_N)
@@ -118,12 +105,7 @@ def _over_keys(
         alpha = tl.exp2(row_max - shift)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         row_max = new_max
-        if MASKED:
-            v_tile = tl.load(v_at, (column < columns)[:, None] & (e < C.V)[None, :], 0.0)
-        elif C.V_PAD == C.V:
-            v_tile = tl.load(v_at)
-        else:
-            v_tile = tl.load(v_at, (e < C.V)[None, :], 0.0)
+        v_tile = rows_of(v_at, column < columns, e, C.V, C.V_PAD, MASKED)
         acc = tl.dot(p.to(q_tile.dtype), v_tile.to(q_tile.dtype), acc * alpha[:, None])
     return acc, row_max, row_sum
 
@@ -159,20 +141,7 @@ def _forward_kernel(
     """One tile of BLOCK_M rows; PACK heads of a group share it, row r = query r // PACK, head r %
     PACK.  With SPLIT the program takes one of `splits` of the keys and leaves (o, lse in base 2)
     there."""
-    (
-        q_batch,
-        q_head,
-        q_row,
-        k_batch,
-        k_head,
-        k_row,
-        v_batch,
-        v_head,
-        v_row,
-        o_batch,
-        o_head,
-        o_row,
-    ) = strides
+    q_by, k_by, v_by, o_by = strides[0:3], strides[3:6], strides[6:9], strides[9:12]
     program = tl.program_id(0)
     split_index = program % splits
     program = program // splits
@@ -193,7 +162,7 @@ def _forward_kernel(
     d = tl.arange(0, C.D_PAD)
     e = tl.arange(0, C.V_PAD)
 
-    where_q = batch * q_batch + (first_q + query) * q_row + q_head_index.to(tl.int64) * q_head
+    where_q = batch * q_by[0] + (first_q + query) * q_by[2] + q_head_index.to(tl.int64) * q_by[1]
     q_tile = tl.load(
         q + where_q[:, None] + d[None, :], keep_row[:, None] & (d < C.D)[None, :], 0.0
     )  # [BLOCK_M, D]
@@ -201,8 +170,8 @@ def _forward_kernel(
         q_tile = -q_tile
     elif C.SIGN == 0:
         q_tile = q_tile * 0
-    k += batch * k_batch + kv_head.to(tl.int64) * k_head + first_k * k_row
-    v += batch * v_batch + kv_head.to(tl.int64) * v_head + first_k * v_row
+    k += batch * k_by[0] + kv_head.to(tl.int64) * k_by[1] + first_k * k_by[2]
+    v += batch * v_by[0] + kv_head.to(tl.int64) * v_by[1] + first_k * v_by[2]
 
     first = tile * C.BLOCK_M // C.PACK + (n_k - n_q)
     last = tl.minimum((tile * C.BLOCK_M + C.BLOCK_M - 1) // C.PACK, n_q - 1) + (n_k - n_q)
@@ -223,61 +192,13 @@ def _forward_kernel(
     acc = tl.full([C.BLOCK_M, C.V_PAD], 0.0, tl.float32)
     row_max = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.full([C.BLOCK_M], 0.0, tl.float32)
+    state = (acc, row_max, row_sum)
+    keys = (k, v, k_by[2], v_by[2])
+    seen = (n_k, position, scale_log2, window)
     if C.WINDOW:
-        acc, row_max, row_sum = _over_keys(
-            acc,
-            row_max,
-            row_sum,
-            q_tile,
-            k,
-            v,
-            k_row,
-            v_row,
-            low,
-            full_low,
-            n_k,
-            position,
-            scale_log2,
-            window,
-            True,
-            C,
-        )
-    acc, row_max, row_sum = _over_keys(
-        acc,
-        row_max,
-        row_sum,
-        q_tile,
-        k,
-        v,
-        k_row,
-        v_row,
-        full_low,
-        full_high,
-        n_k,
-        position,
-        scale_log2,
-        window,
-        False,
-        C,
-    )
-    acc, row_max, row_sum = _over_keys(
-        acc,
-        row_max,
-        row_sum,
-        q_tile,
-        k,
-        v,
-        k_row,
-        v_row,
-        full_high,
-        high,
-        n_k,
-        position,
-        scale_log2,
-        window,
-        True,
-        C,
-    )
+        state = _over_keys(state, q_tile, keys, low, full_low, seen, True, C)
+    state = _over_keys(state, q_tile, keys, full_low, full_high, seen, False, C)
+    acc, row_max, row_sum = _over_keys(state, q_tile, keys, full_high, high, seen, True, C)
 
     valid = row_sum != 0  # a NaN is there, and stays one
     acc = acc / tl.where(valid, row_sum, 1.0)[:, None]
@@ -291,8 +212,8 @@ def _forward_kernel(
         tl.store(partial_o + where_partial[:, None] * C.V + e[None, :], acc, keep)
         tl.store(partial_lse + where_partial, row_lse, keep_row)
     else:
-        where_o = batch * o_batch + (first_q + query) * o_row
-        where_o += q_head_index.to(tl.int64) * o_head
+        where_o = batch * o_by[0] + (first_q + query) * o_by[2]
+        where_o += q_head_index.to(tl.int64) * o_by[1]
         tl.store(o + where_o[:, None] + e[None, :], acc.to(o.dtype.element_ty), keep)
         tl.store(lse + where_lse, row_lse * LN2, keep_row)
 
@@ -304,25 +225,24 @@ def _combine_kernel(
     o,
     lse,
     splits,
-    V: tl.constexpr,
-    V_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
+    C: tl.constexpr,
 ):
     """One row: o = sum of 2^(lse_p - max) o_p over the parts, normalised."""
     row = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, V_PAD)
+    e = tl.arange(0, C.V_PAD)
     split_index = tl.arange(0, SPLITS)
     each = tl.load(partial_lse + row * splits + split_index, split_index < splits, float("-inf"))
     top = tl.max(each, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp2(each - top)
     total = tl.sum(weight, 0)
-    at = partial_o + (row * splits + split_index)[:, None] * V + e[None, :]
-    acc = tl.load(at, (split_index < splits)[:, None] & (e < V)[None, :], 0.0)
+    at = partial_o + (row * splits + split_index)[:, None] * C.V + e[None, :]
+    acc = tl.load(at, (split_index < splits)[:, None] & (e < C.V)[None, :], 0.0)
     valid = total != 0
     total = tl.where(valid, total, 1.0)
     merged = tl.sum(acc * weight[:, None], 0) / total
-    tl.store(o + row * V + e, merged.to(o.dtype.element_ty), e < V)
+    tl.store(o + row * C.V + e, merged.to(o.dtype.element_ty), e < C.V)
     tl.store(lse + row, tl.where(valid, (top + tl.log2(total)) * LN2, float("-inf")))
 
 
@@ -388,29 +308,19 @@ def forward(**x: Unpack[Arguments]) -> tuple[torch.Tensor, torch.Tensor]:
     # the plain kernel and 327 by the other (heads of 32: 310 and 308)
     plain = sizes.rows <= 64 or split or max(q.shape[-1], v.shape[-1]) <= 16
     launch = hopper.launch if not plain and hopper.supports(q, k, v, scale, o) else _plain
-    launch(q, k, v, o, lse, sizes, x["causal"], scale, cu_seqlens_q, x["cu_seqlens_k"], x["window"])
+    launch(x, sizes, scale, o, lse)
     return o, lse
 
 
-def _plain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    sizes: Sizes,
-    causal: bool,
-    scale: float,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    window: int | None,
-) -> None:
+def _plain(x: Arguments, sizes: Sizes, scale: float, o: torch.Tensor, lse: torch.Tensor) -> None:
+    q, k, v, window = x["q"], x["k"], x["v"], x["window"]
     size, v_size = q.shape[-1], v.shape[-1]
     padded, v_padded = padded_size(size), padded_size(v_size)
     if gpu.is_hopper(q.device):  # tiles of narrower values: docs/sanitizer.md, a fault of ptxas
         v_padded = max(v_padded, min(padded, 64))
     t = tiling(sizes, max(padded, v_padded), gpu.num_sms(q.device), gpu.shared_memory(q.device))
-    listed, tiles = plan(cu_seqlens_q, cu_seqlens_k, sizes.n_q, sizes.n_k, t.queries, t.pack)
+    packed = (x["cu_seqlens_q"], x["cu_seqlens_k"])
+    listed, tiles = plan(*packed, sizes.n_q, sizes.n_k, t.queries, t.pack)
     split = t.splits > 1
     partial_o = (
         memory.empty((lse.numel(), t.splits, v_size), torch.float32, q.device) if split else o
@@ -419,6 +329,23 @@ def _plain(
     heads = sizes.heads // t.pack
     scale_log2 = abs(scale) * LOG2E.value
     sign = 0 if scale_log2 < LEAST else 1 if scale > 0 else -1
+    C = Constants(
+        D=size,
+        V=v_size,
+        D_PAD=padded,
+        V_PAD=v_padded,
+        GROUP=sizes.group,
+        PACK=t.pack,
+        CAUSAL=x["causal"],
+        WINDOW=window is not None,
+        VARLEN=sizes.varlen,
+        SPLIT=split,
+        SIGN=sign,
+        BLOCK_M=t.queries,
+        BLOCK_N=t.keys,
+        STAGES=t.stages,
+        FAR=is_far(k, v),
+    )
     launches.kernel(_forward_kernel, t.splits * tiles * sizes.outer * heads)(
         q,
         k,
@@ -437,23 +364,7 @@ def _plain(
         *row_strides(lse),
         partial_o,
         partial_lse,
-        C=Constants(
-            D=size,
-            V=v_size,
-            D_PAD=padded,
-            V_PAD=v_padded,
-            GROUP=sizes.group,
-            PACK=t.pack,
-            CAUSAL=causal,
-            WINDOW=window is not None,
-            VARLEN=sizes.varlen,
-            SPLIT=split,
-            SIGN=sign,
-            BLOCK_M=t.queries,
-            BLOCK_N=t.keys,
-            STAGES=t.stages,
-            FAR=is_far(k, v),
-        ),
+        C=C,
         num_warps=t.warps,
     )
     if split:
@@ -463,8 +374,7 @@ def _plain(
             o,
             lse,
             t.splits,
-            V=v_size,
-            V_PAD=v_padded,
             SPLITS=triton.next_power_of_2(t.splits),
+            C=C,
             num_warps=4,
         )

@@ -43,6 +43,7 @@ from ..common.attention_tiles import (
     plan,
     queries_of,
     row_strides,
+    rows_of,
     steps,
     strides,
     visible,
@@ -164,29 +165,12 @@ def _settled(x):
 
 
 @triton.jit
-def _over_queries(
-    grad_k,
-    grad_v,
-    k_tile,
-    v_tile,
-    q,
-    grad_o,
-    lse2,
-    delta,
-    q_row,
-    g_row,
-    low,
-    high,
-    rows,
-    shift,
-    column,
-    columns,
-    scale_log2,
-    window,
-    MASKED: tl.constexpr,
-    C: tl.constexpr,
-):
+def _over_queries(sums, tiles, queries, low, high, seen, MASKED: tl.constexpr, C: tl.constexpr):
     """Adds what queries [low, high) of one head give to the keys of a tile."""
+    grad_k, grad_v = sums
+    k_tile, v_tile = tiles
+    q, grad_o, lse2, delta, q_row, g_row = queries
+    rows, shift, column, columns, scale_log2, window = seen
     d = tl.arange(0, C.D_PAD)
     e = tl.arange(0, C.V_PAD)
     m = tl.arange(0, C.BLOCK_M)
@@ -195,21 +179,12 @@ def _over_queries(
         query = start + m
         q_at = q + tl.cast(start, tl.int64) * q_row + (step * q_row)[:, None] + d[None, :]
         g_at = grad_o + tl.cast(start, tl.int64) * g_row + (step * g_row)[:, None] + e[None, :]
+        q_tile = rows_of(q_at, query < rows, d, C.D, C.D_PAD, MASKED)
+        g_tile = rows_of(g_at, query < rows, e, C.V, C.V_PAD, MASKED)
         if MASKED:
-            q_tile = tl.load(q_at, (query < rows)[:, None] & (d < C.D)[None, :], 0.0)
-        elif C.D_PAD == C.D:
-            q_tile = tl.load(q_at)
-        else:
-            q_tile = tl.load(q_at, (d < C.D)[None, :], 0.0)
-        if MASKED:
-            g_tile = tl.load(g_at, (query < rows)[:, None] & (e < C.V)[None, :], 0.0)
             row_lse = tl.load(lse2 + query, query < rows, float("inf"))
             row_delta = tl.load(delta + query, query < rows, 0.0)
         else:
-            if C.V_PAD == C.V:
-                g_tile = tl.load(g_at)
-            else:
-                g_tile = tl.load(g_at, (e < C.V)[None, :], 0.0)
             row_lse = tl.load(lse2 + query)
             row_delta = tl.load(delta + query)
         score = tl.dot(k_tile, tl.trans(q_tile))  # [BLOCK_N, BLOCK_M]
@@ -248,26 +223,8 @@ def _keys_kernel(
     C: tl.constexpr,
 ):
     """grad_k and grad_v of a tile of BLOCK_N keys of one key head (`heads` are key heads here)."""
-    (
-        q_batch,
-        q_head,
-        q_row,
-        k_batch,
-        k_head,
-        k_row,
-        v_batch,
-        v_head,
-        v_row,
-        g_batch,
-        g_head,
-        g_row,
-        gk_batch,
-        gk_head,
-        gk_row,
-        gv_batch,
-        gv_head,
-        gv_row,
-    ) = strides
+    q_by, k_by, v_by, g_by = strides[0:3], strides[3:6], strides[6:9], strides[9:12]
+    gk_by, gv_by = strides[12:15], strides[15:18]
     program = tl.program_id(0)
     outer = program // tiles
     kv_head = outer % heads
@@ -280,9 +237,9 @@ def _keys_kernel(
     keep = column < n_k
     d = tl.arange(0, C.D_PAD)
     e = tl.arange(0, C.V_PAD)
-    at = batch * k_batch + kv_head.to(tl.int64) * k_head + (first_k + column) * k_row
+    at = batch * k_by[0] + kv_head.to(tl.int64) * k_by[1] + (first_k + column) * k_by[2]
     k_tile = tl.load(k + at[:, None] + d[None, :], keep[:, None] & (d < C.D)[None, :], 0.0)
-    at = batch * v_batch + kv_head.to(tl.int64) * v_head + (first_k + column) * v_row
+    at = batch * v_by[0] + kv_head.to(tl.int64) * v_by[1] + (first_k + column) * v_by[2]
     v_tile = tl.load(v + at[:, None] + e[None, :], keep[:, None] & (e < C.V)[None, :], 0.0)
 
     shift = n_k - n_q
@@ -302,85 +259,27 @@ def _keys_kernel(
 
     acc_k = tl.full([C.BLOCK_N, C.D_PAD], 0.0, tl.float32)
     acc_v = tl.full([C.BLOCK_N, C.V_PAD], 0.0, tl.float32)
+    seen = (n_q, shift, column, n_k, scale_log2, window)
     for member in range(C.GROUP):
         head = (kv_head * C.GROUP + member).to(tl.int64)
-        q_at = q + batch * q_batch + head * q_head + first_q * q_row
-        g_at = grad_o + batch * g_batch + head * g_head + first_q * g_row
+        q_at = q + batch * q_by[0] + head * q_by[1] + first_q * q_by[2]
+        g_at = grad_o + batch * g_by[0] + head * g_by[1] + first_q * g_by[2]
         stat = (batch * heads * C.GROUP + head) * padded + padded_first(first_q, piece)
+        queries = (q_at, g_at, lse2 + stat, delta + stat, q_by[2], g_by[2])
+        sums = (acc_k, acc_v)
+        sums = _over_queries(sums, (k_tile, v_tile), queries, low, full_low, seen, True, C)
+        sums = _over_queries(sums, (k_tile, v_tile), queries, full_low, full_high, seen, False, C)
         acc_k, acc_v = _over_queries(
-            acc_k,
-            acc_v,
-            k_tile,
-            v_tile,
-            q_at,
-            g_at,
-            lse2 + stat,
-            delta + stat,
-            q_row,
-            g_row,
-            low,
-            full_low,
-            n_q,
-            shift,
-            column,
-            n_k,
-            scale_log2,
-            window,
-            True,
-            C,
-        )
-        acc_k, acc_v = _over_queries(
-            acc_k,
-            acc_v,
-            k_tile,
-            v_tile,
-            q_at,
-            g_at,
-            lse2 + stat,
-            delta + stat,
-            q_row,
-            g_row,
-            full_low,
-            full_high,
-            n_q,
-            shift,
-            column,
-            n_k,
-            scale_log2,
-            window,
-            False,
-            C,
-        )
-        acc_k, acc_v = _over_queries(
-            acc_k,
-            acc_v,
-            k_tile,
-            v_tile,
-            q_at,
-            g_at,
-            lse2 + stat,
-            delta + stat,
-            q_row,
-            g_row,
-            full_high,
-            high,
-            n_q,
-            shift,
-            column,
-            n_k,
-            scale_log2,
-            window,
-            True,
-            C,
+            sums, (k_tile, v_tile), queries, full_high, high, seen, True, C
         )
 
-    at = batch * gk_batch + kv_head.to(tl.int64) * gk_head + (first_k + column) * gk_row
+    at = batch * gk_by[0] + kv_head.to(tl.int64) * gk_by[1] + (first_k + column) * gk_by[2]
     tl.store(
         grad_k + at[:, None] + d[None, :],
         (acc_k * scale).to(grad_k.dtype.element_ty),
         keep[:, None] & (d < C.D)[None, :],
     )
-    at = batch * gv_batch + kv_head.to(tl.int64) * gv_head + (first_k + column) * gv_row
+    at = batch * gv_by[0] + kv_head.to(tl.int64) * gv_by[1] + (first_k + column) * gv_by[2]
     tl.store(
         grad_v + at[:, None] + e[None, :],
         acc_v.to(grad_v.dtype.element_ty),
@@ -389,26 +288,11 @@ def _keys_kernel(
 
 
 @triton.jit
-def _over_keys(
-    grad_q,
-    q_tile,
-    g_tile,
-    row_lse,
-    row_delta,
-    k,
-    v,
-    k_row,
-    v_row,
-    low,
-    high,
-    columns,
-    position,
-    scale_log2,
-    window,
-    MASKED: tl.constexpr,
-    C: tl.constexpr,
-):
+def _over_keys(grad_q, tiles, keys, low, high, seen, MASKED: tl.constexpr, C: tl.constexpr):
     """Adds what keys [low, high) give to the queries of a tile."""
+    q_tile, g_tile, row_lse, row_delta = tiles
+    k, v, k_row, v_row = keys
+    columns, position, scale_log2, window = seen
     d = tl.arange(0, C.D_PAD)
     e = tl.arange(0, C.V_PAD)
     n = tl.arange(0, C.BLOCK_N)
@@ -417,18 +301,8 @@ def _over_keys(
         column = start + n
         k_at = k + tl.cast(start, tl.int64) * k_row + (step * k_row)[:, None] + d[None, :]
         v_at = v + tl.cast(start, tl.int64) * v_row + (step * v_row)[:, None] + e[None, :]
-        if MASKED:
-            k_tile = tl.load(k_at, (column < columns)[:, None] & (d < C.D)[None, :], 0.0)
-            v_tile = tl.load(v_at, (column < columns)[:, None] & (e < C.V)[None, :], 0.0)
-        else:
-            if C.D_PAD == C.D:
-                k_tile = tl.load(k_at)
-            else:
-                k_tile = tl.load(k_at, (d < C.D)[None, :], 0.0)
-            if C.V_PAD == C.V:
-                v_tile = tl.load(v_at)
-            else:
-                v_tile = tl.load(v_at, (e < C.V)[None, :], 0.0)
+        k_tile = rows_of(k_at, column < columns, d, C.D, C.D_PAD, MASKED)
+        v_tile = rows_of(v_at, column < columns, e, C.V, C.V_PAD, MASKED)
         score = tl.dot(q_tile, tl.trans(k_tile))
         p = tl.exp2(score * scale_log2 - row_lse[:, None])
         if MASKED:
@@ -461,23 +335,8 @@ def _queries_kernel(
     C: tl.constexpr,
 ):
     """grad_q of a tile of BLOCK_M queries of one head."""
-    (
-        q_batch,
-        q_head,
-        q_row,
-        k_batch,
-        k_head,
-        k_row,
-        v_batch,
-        v_head,
-        v_row,
-        g_batch,
-        g_head,
-        g_row,
-        gq_batch,
-        gq_head,
-        gq_row,
-    ) = strides
+    q_by, k_by, v_by, g_by = strides[0:3], strides[3:6], strides[6:9], strides[9:12]
+    gq_by = strides[12:15]
     program = tl.program_id(0)
     outer = program // tiles
     head = (outer % heads).to(tl.int64)
@@ -490,15 +349,15 @@ def _queries_kernel(
     keep = query < n_q
     d = tl.arange(0, C.D_PAD)
     e = tl.arange(0, C.V_PAD)
-    at = batch * q_batch + head * q_head + (first_q + query) * q_row
+    at = batch * q_by[0] + head * q_by[1] + (first_q + query) * q_by[2]
     q_tile = tl.load(q + at[:, None] + d[None, :], keep[:, None] & (d < C.D)[None, :], 0.0)
-    at = batch * g_batch + head * g_head + (first_q + query) * g_row
+    at = batch * g_by[0] + head * g_by[1] + (first_q + query) * g_by[2]
     g_tile = tl.load(grad_o + at[:, None] + e[None, :], keep[:, None] & (e < C.V)[None, :], 0.0)
     stat = (batch * heads + head) * padded + padded_first(first_q, piece) + query
     row_lse = tl.load(lse2 + stat, keep, float("inf"))
     row_delta = tl.load(delta + stat, keep, 0.0)
-    k += batch * k_batch + head // C.GROUP * k_head + first_k * k_row
-    v += batch * v_batch + head // C.GROUP * v_head + first_k * v_row
+    k += batch * k_by[0] + head // C.GROUP * k_by[1] + first_k * k_by[2]
+    v += batch * v_by[0] + head // C.GROUP * v_by[1] + first_k * v_by[2]
 
     shift = n_k - n_q
     position = query + shift
@@ -515,65 +374,14 @@ def _queries_kernel(
     scale_log2 = scale * LOG2E
 
     acc = tl.full([C.BLOCK_M, C.D_PAD], 0.0, tl.float32)
+    held = (q_tile, g_tile, row_lse, row_delta)
+    keys = (k, v, k_by[2], v_by[2])
+    seen = (n_k, position, scale_log2, window)
     if C.WINDOW:
-        acc = _over_keys(
-            acc,
-            q_tile,
-            g_tile,
-            row_lse,
-            row_delta,
-            k,
-            v,
-            k_row,
-            v_row,
-            low,
-            full_low,
-            n_k,
-            position,
-            scale_log2,
-            window,
-            True,
-            C,
-        )
-    acc = _over_keys(
-        acc,
-        q_tile,
-        g_tile,
-        row_lse,
-        row_delta,
-        k,
-        v,
-        k_row,
-        v_row,
-        full_low,
-        full_high,
-        n_k,
-        position,
-        scale_log2,
-        window,
-        False,
-        C,
-    )
-    acc = _over_keys(
-        acc,
-        q_tile,
-        g_tile,
-        row_lse,
-        row_delta,
-        k,
-        v,
-        k_row,
-        v_row,
-        full_high,
-        high,
-        n_k,
-        position,
-        scale_log2,
-        window,
-        True,
-        C,
-    )
-    at = batch * gq_batch + head * gq_head + (first_q + query) * gq_row
+        acc = _over_keys(acc, held, keys, low, full_low, seen, True, C)
+    acc = _over_keys(acc, held, keys, full_low, full_high, seen, False, C)
+    acc = _over_keys(acc, held, keys, full_high, high, seen, True, C)
+    at = batch * gq_by[0] + head * gq_by[1] + (first_q + query) * gq_by[2]
     tl.store(
         grad_q + at[:, None] + d[None, :],
         (acc * scale).to(grad_q.dtype.element_ty),

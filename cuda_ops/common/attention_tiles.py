@@ -288,3 +288,15 @@ def width_of(size: int) -> int:
 def padded_size(size: int) -> int:
     """A head size as the plain kernels see it."""
     return max(16, triton.next_power_of_2(size))
+
+
+@triton.jit
+def rows_of(at, there, columns, SIZE: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr):
+    """[rows, PAD] at `at`; without MASKED all rows are `there`."""
+    if MASKED:
+        tile = tl.load(at, there[:, None] & (columns < SIZE)[None, :], 0.0)
+    elif PAD == SIZE:
+        tile = tl.load(at)
+    else:
+        tile = tl.load(at, (columns < SIZE)[None, :], 0.0)
+    return tile

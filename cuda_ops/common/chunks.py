@@ -4,13 +4,52 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .lengths import within
 
 CHUNK: tl.constexpr = tl.constexpr(64)
 SUB: tl.constexpr = tl.constexpr(16)
+
+
+class Constants(NamedTuple):
+    """Of all kernels of the gated delta rule over whole sequences, and of its gradient's; SEQUENCES
+    is a power of two not below their number."""
+
+    N: int
+    NV: int
+    DK: int
+    DV: int
+    SEQUENCES: int
+    VARLEN: bool
+    BETA: int
+    GATE: bool
+
+
+def constants(
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor | None,
+    rate: int,
+    g: Tensor | None,
+    least: int = 16,
+) -> Constants:
+    """`least`: what SEQUENCES is at least."""
+    sequences = 1 if lengths is None else lengths.shape[0]
+    return Constants(
+        N=key.shape[1],
+        NV=value.shape[1],
+        DK=key.shape[2],
+        DV=value.shape[2],
+        SEQUENCES=max(least, triton.next_power_of_2(sequences)),
+        VARLEN=lengths is not None,
+        BETA=rate,
+        GATE=g is not None,
+    )
 
 
 @triton.jit

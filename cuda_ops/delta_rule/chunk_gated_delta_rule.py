@@ -31,7 +31,15 @@ from typing_extensions import Unpack
 from ...dispatch.common import gated_delta, memory
 from ...dispatch.ops.delta_rule.chunk_gated_delta_rule import Arguments
 from ..common import gpu, supported
-from ..common.chunks import CHUNK, chunk_rows, heads_of, rate_of, sequence_lengths, unit_inverse
+from ..common.chunks import (
+    CHUNK,
+    chunk_rows,
+    constants,
+    heads_of,
+    rate_of,
+    sequence_lengths,
+    unit_inverse,
+)
 from ..common.tiling import cdiv, power_of_two
 from ..runtime import launches
 from .hopper import chunk_gated_delta_rule as hopper
@@ -55,23 +63,16 @@ def _chunks_kernel(
     sequences,
     scale,
     strides,
-    N: tl.constexpr,
-    NV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
     DK_PAD: tl.constexpr,
     DV_PAD: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BETA: tl.constexpr,
-    GATE: tl.constexpr,
     PRECISION: tl.constexpr,
+    C: tl.constexpr,
 ):
     q_row, q_head, k_row, k_head, v_row, v_head, b_row, g_row = strides
     chunk = tl.program_id(0)
-    h, hv = heads_of(tl.program_id(1), NV // N)
-    if VARLEN:
-        s, each = sequence_lengths(lengths, T, sequences, SEQUENCES)
+    h, hv = heads_of(tl.program_id(1), C.NV // C.N)
+    if C.VARLEN:
+        s, each = sequence_lengths(lengths, T, sequences, C.SEQUENCES)
         ends = tl.cumsum((each + CHUNK - 1) // CHUNK, 0)
         before = ends <= chunk
         chunks_before = tl.max(tl.where(before, ends, 0), 0).to(tl.int32)
@@ -91,37 +92,41 @@ def _chunks_kernel(
         key += start * k_row + h * k_head
         query += start * q_row + h * q_head
         value += start * v_row + hv * v_head
-        if GATE:
+        if C.GATE:
             gate = tl.load(g + token * g_row + hv, mask=valid, other=0.0).to(tl.float32)
             total = tl.cumsum(gate, 0)
         else:
             total = tl.zeros([CHUNK], tl.float32)
-        if BETA:
+        if C.BETA:
             rate = tl.load(beta + token * b_row + hv, mask=valid, other=0.0)
-            rate = rate_of(rate, valid, BETA)
+            rate = rate_of(rate, valid, C.BETA)
         else:
             rate = tl.where(valid, 1.0, 0.0)
         causal = i[:, None] >= i[None, :]
         fading = tl.exp(tl.where(causal, total[:, None] - total[None, :], 0.0))
-        row = token * NV + hv
+        row = token * C.NV + hv
         mask = valid[:, None]
         element = u.dtype.element_ty
         tl.store(sums + row, total, mask=valid)
         # each operand is loaded where it is used, the keys twice: held, they would spill
-        k = chunk_rows(key, first, length, k_row, ck, DK, DK_PAD)
-        q = chunk_rows(query, first, length, q_row, ck, DK, DK_PAD)
+        k = chunk_rows(key, first, length, k_row, ck, C.DK, DK_PAD)
+        q = chunk_rows(query, first, length, q_row, ck, C.DK, DK_PAD)
         attention = tl.where(causal, tl.dot(q, k.T) * fading * scale, 0.0)
         tl.store(p + row[:, None] * CHUNK + i[None, :], attention.to(element), mask)
         lower = tl.dot(k, k.T) * fading * rate[:, None]
         lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
         inverse = unit_inverse(lower, PRECISION)
-        v = chunk_rows(value, first, length, v_row, cv, DV, DV_PAD)
+        v = chunk_rows(value, first, length, v_row, cv, C.DV, DV_PAD)
         u_tile = tl.dot((inverse * rate[None, :]).to(element), v)
-        tl.store(u + row[:, None] * DV + cv[None, :], u_tile.to(element), mask & (cv < DV)[None, :])
+        tl.store(
+            u + row[:, None] * C.DV + cv[None, :], u_tile.to(element), mask & (cv < C.DV)[None, :]
+        )
         tl.debug_barrier()
-        k = chunk_rows(key, first, length, k_row, ck, DK, DK_PAD)
+        k = chunk_rows(key, first, length, k_row, ck, C.DK, DK_PAD)
         w_tile = tl.dot((inverse * (rate * tl.exp(total))[None, :]).to(element), k)
-        tl.store(w + row[:, None] * DK + ck[None, :], w_tile.to(element), mask & (ck < DK)[None, :])
+        tl.store(
+            w + row[:, None] * C.DK + ck[None, :], w_tile.to(element), mask & (ck < C.DK)[None, :]
+        )
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
@@ -143,24 +148,19 @@ def _states_kernel(
     q_head,
     k_row,
     k_head,
-    N: tl.constexpr,
-    NV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
     DK_PAD: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    SEQUENCES: tl.constexpr,
     STAGES: tl.constexpr,
-    VARLEN: tl.constexpr,
     INITIAL: tl.constexpr,
+    C: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
+    BLOCKS: tl.constexpr = (C.DV + BLOCK_V - 1) // BLOCK_V
     program = tl.program_id(0)
     block = program % BLOCKS
-    h, hv = heads_of((program // BLOCKS) % NV, NV // N)
-    sequence = program // (BLOCKS * NV)
-    if VARLEN:
-        s, each = sequence_lengths(lengths, T, sequences, SEQUENCES)
+    h, hv = heads_of((program // BLOCKS) % C.NV, C.NV // C.N)
+    sequence = program // (BLOCKS * C.NV)
+    if C.VARLEN:
+        s, each = sequence_lengths(lengths, T, sequences, C.SEQUENCES)
         start = tl.minimum(tl.sum(tl.where(s < sequence, each, 0), 0), T)
         length = tl.sum(tl.where(s == sequence, each, 0), 0)
         length = tl.minimum(length, T - start).to(tl.int32)
@@ -171,49 +171,55 @@ def _states_kernel(
     cv = block * BLOCK_V + tl.arange(0, BLOCK_V)
     i = tl.arange(0, CHUNK)
     # state [Dk, BLOCK_V]; in memory [Dv, Dk]
-    state_at = (sequence.to(tl.int64) * NV + hv) * DV * DK + cv[None, :] * DK + ck[:, None]
-    state_mask = (cv < DV)[None, :] & (ck < DK)[:, None]
+    state_at = (sequence.to(tl.int64) * C.NV + hv) * C.DV * C.DK + cv[None, :] * C.DK + ck[:, None]
+    state_mask = (cv < C.DV)[None, :] & (ck < C.DK)[:, None]
     if INITIAL:
         state = tl.load(initial + state_at, mask=state_mask, other=0.0).to(tl.float32)
     else:
-        state = tl.zeros([DK_PAD, BLOCK_V], tl.float32)
+        state = tl.full([DK_PAD, BLOCK_V], 0.0, tl.float32)
     query += start * q_row + h * q_head
     key += start * k_row + h * k_head
-    row0 = start * NV + hv
-    u += row0 * DV
-    w += row0 * DK
+    row0 = start * C.NV + hv
+    u += row0 * C.DV
+    w += row0 * C.DK
     p += row0 * CHUNK
     sums += row0
-    out += row0 * DV
+    out += row0 * C.DV
     element = u.dtype.element_ty
     for first in tl.range(0, length, CHUNK, num_stages=STAGES):
         valid = first + i < length
-        w_tile = chunk_rows(w, first, length, NV * DK, ck, DK, DK_PAD)
-        q_tile = chunk_rows(query, first, length, q_row, ck, DK, DK_PAD)
-        k_tile = chunk_rows(key, first, length, k_row, ck, DK, DK_PAD)
-        p_tile = chunk_rows(p, first, length, NV * CHUNK, i, CHUNK, CHUNK)
+        w_tile = chunk_rows(w, first, length, C.NV * C.DK, ck, C.DK, DK_PAD)
+        q_tile = chunk_rows(query, first, length, q_row, ck, C.DK, DK_PAD)
+        k_tile = chunk_rows(key, first, length, k_row, ck, C.DK, DK_PAD)
+        p_tile = chunk_rows(p, first, length, C.NV * CHUNK, i, CHUNK, CHUNK)
         u_tile = chunk_rows(
-            u, first, length, NV * DV, cv, DV if BLOCKS * BLOCK_V != DV else BLOCK_V, BLOCK_V
+            u,
+            first,
+            length,
+            C.NV * C.DV,
+            cv,
+            C.DV if BLOCKS * BLOCK_V != C.DV else BLOCK_V,
+            BLOCK_V,
         )
-        total = tl.load(sums + (first + i).to(tl.int64) * NV, mask=valid, other=0.0)
-        last = tl.load(sums + tl.minimum(first + CHUNK, length).to(tl.int64) * NV - NV)
+        total = tl.load(sums + (first + i).to(tl.int64) * C.NV, mask=valid, other=0.0)
+        last = tl.load(sums + tl.minimum(first + CHUNK, length).to(tl.int64) * C.NV - C.NV)
         half = state.to(element)
         new = u_tile.to(tl.float32) - tl.dot(w_tile, half)
         o = tl.dot(q_tile, half) * (tl.exp(total) * scale)[:, None]
         o = tl.dot(p_tile, new.to(element), o)
-        mask = valid[:, None] & (cv < DV)[None, :]
-        out_at = out + (first + i).to(tl.int64)[:, None] * (NV * DV) + cv[None, :]
+        mask = valid[:, None] & (cv < C.DV)[None, :]
+        out_at = out + (first + i).to(tl.int64)[:, None] * (C.NV * C.DV) + cv[None, :]
         tl.store(out_at, o.to(out.dtype.element_ty), mask=mask)
         fading = tl.where(valid, tl.exp(last - total), 0.0)
         state = state * tl.exp(last)
         state = tl.dot(k_tile.T, (new * fading[:, None]).to(element), state)
     tl.store(final + state_at, state.to(final.dtype.element_ty), mask=state_mask)
-    if VARLEN:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
+    if C.VARLEN:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
         # tokens behind the last sequence
         if sequence == sequences - 1:
             for first in range(length, (T - start).to(tl.int32), CHUNK):
-                mask = (first + i < T - start)[:, None] & (cv < DV)[None, :]
-                out_at = out + (first + i).to(tl.int64)[:, None] * (NV * DV) + cv[None, :]
+                mask = (first + i < T - start)[:, None] & (cv < C.DV)[None, :]
+                out_at = out + (first + i).to(tl.int64)[:, None] * (C.NV * C.DV) + cv[None, :]
                 tl.store(out_at, tl.zeros([CHUNK, BLOCK_V], tl.float32), mask=mask)
 
 
@@ -262,92 +268,56 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
         x["beta"], x["use_beta_sigmoid_in_kernel"], x["allow_neg_eigval"]
     )
     launch = hopper.launch if hopper.supports(query, key, value, sequences) else _plain
-    launch(
-        query,
-        key,
-        value,
-        x["beta"],
-        rate,
-        initial_state,
-        actual_seq_lengths,
-        scale,
-        x["g"],
-        out,
-        final,
-    )
+    launch(x, rate, scale, out, final)
     return out, final
 
 
-def _plain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor | None,
-    rate: int,
-    initial_state: Tensor | None,
-    actual_seq_lengths: Tensor | None,
-    scale: float,
-    g: Tensor | None,
-    out: Tensor,
-    final: Tensor,
-) -> None:
+def _plain(x: Arguments, rate: int, scale: float, out: Tensor, final: Tensor) -> None:
     """Writes `out` and `final`."""
-    T, N, DK = key.shape
+    query, key, value, beta, g = x["query"], x["key"], x["value"], x["beta"], x["g"]
+    lengths, initial_state = x["actual_seq_lengths"], x["initial_state"]
+    T, _, DK = key.shape
     NV, DV = value.shape[1:]
     sequences, half, device = final.shape[0], value.dtype, value.device
+    given = (query, key, value)
     # scratch of the chunks: N = U - W S needs them in the order of the tokens
-    u = memory.empty((T, NV, DV), half, device)
-    w = memory.empty((T, NV, DK), half, device)
-    p = memory.empty((T, NV, CHUNK.value), half, device)
-    sums = memory.empty((T, NV), torch.float32, device)
+    made = (
+        memory.empty((T, NV, DV), half, device),
+        memory.empty((T, NV, DK), half, device),
+        memory.empty((T, NV, CHUNK.value), half, device),
+        memory.empty((T, NV), torch.float32, device),
+    )
     DK_PAD = max(16, power_of_two(DK))
-    padded = max(16, power_of_two(sequences))
+    C = constants(key, value, lengths, rate, g)
     BLOCK_V, stages = walk_tiling(DK_PAD, device)
     # every sequence may end in a part of a chunk
-    chunks = cdiv(T, CHUNK.value) + (0 if actual_seq_lengths is None else sequences)
+    chunks = cdiv(T, CHUNK.value) + (0 if lengths is None else sequences)
     if T > 0:
         launches.kernel(_chunks_kernel, chunks, NV)(
-            query,
-            key,
-            value,
+            *given,
             beta,
             g,
-            actual_seq_lengths,
-            u,
-            w,
-            p,
-            sums,
+            lengths,
+            *made,
             T,
             sequences,
             scale,
             (
-                *query.stride()[:2],
-                *key.stride()[:2],
-                *value.stride()[:2],
+                *(step for y in given for step in y.stride()[:2]),
                 0 if beta is None else beta.stride(0),
                 0 if g is None else g.stride(0),
             ),
-            N=N,
-            NV=NV,
-            DK=DK,
-            DV=DV,
             DK_PAD=DK_PAD,
             DV_PAD=max(16, power_of_two(DV)),
-            SEQUENCES=padded,
-            VARLEN=actual_seq_lengths is not None,
-            BETA=rate,
-            GATE=g is not None,
             PRECISION="tf32" if half is torch.bfloat16 else "tf32x3",
+            C=C,
             num_warps=2,
         )
     launches.kernel(_states_kernel, sequences * NV * cdiv(DV, BLOCK_V))(
         query,
         key,
-        u,
-        w,
-        p,
-        sums,
-        actual_seq_lengths,
+        *made,
+        lengths,
         initial_state,
         final,
         out,
@@ -356,15 +326,10 @@ def _plain(
         scale,
         *query.stride()[:2],
         *key.stride()[:2],
-        N=N,
-        NV=NV,
-        DK=DK,
-        DV=DV,
         DK_PAD=DK_PAD,
         BLOCK_V=BLOCK_V,
-        SEQUENCES=padded,
         STAGES=stages,
-        VARLEN=actual_seq_lengths is not None,
         INITIAL=initial_state is not None,
+        C=C,
         num_warps=4,
     )

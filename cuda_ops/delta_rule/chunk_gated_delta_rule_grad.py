@@ -36,8 +36,6 @@ runs give equal gradients.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -50,6 +48,7 @@ from ..common import gpu
 from ..common.chunks import (
     CHUNK,
     chunk_rows,
+    constants,
     heads_of,
     of_beta,
     rate_of,
@@ -113,19 +112,6 @@ def _rate(beta, token, b_row, valid, BETA: tl.constexpr):
         return rate_of(_vector(beta, token, b_row, valid), valid, BETA)
     else:
         return tl.where(valid, 1.0, 0.0)
-
-
-class Constants(NamedTuple):
-    """Of all kernels; SEQUENCES is a power of two not below their number."""
-
-    N: int
-    NV: int
-    DK: int
-    DV: int
-    SEQUENCES: int
-    VARLEN: bool
-    BETA: int
-    GATE: bool
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
@@ -592,47 +578,24 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
             grad.zero_()
         return d_query, d_key, d_value, d_beta, d_initial, d_g
     scale = DK**-0.5 if scale is None else scale
-    given = (
-        query,
-        key,
-        value,
-        a["d_out"],
-        a["d_final_state"],
-        a["beta"],
-        gated_delta.kind_of_rate(a["beta"], a["use_beta_sigmoid_in_kernel"], a["allow_neg_eigval"]),
-        a["initial_state"],
-        actual_seq_lengths,
+    rate = gated_delta.kind_of_rate(
+        a["beta"], a["use_beta_sigmoid_in_kernel"], a["allow_neg_eigval"]
     )
     fast = hopper.supports(query, key, value, a["d_out"], sequences)
-    (hopper.launch if fast else _plain)(*given, scale, a["g"], *grads)
+    (hopper.launch if fast else _plain)(a, rate, scale, grads)
     return d_query, d_key, d_value, d_beta, d_initial, d_g
 
 
-def _plain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    d_out: Tensor,
-    d_final_state: Tensor | None,
-    beta: Tensor | None,
-    kind: int,
-    initial_state: Tensor | None,
-    actual_seq_lengths: Tensor | None,
-    scale: float,
-    g: Tensor | None,
-    d_query: Tensor,
-    d_key: Tensor,
-    d_value: Tensor,
-    d_beta: Tensor,
-    d_initial: Tensor,
-    d_g: Tensor,
-) -> None:
+def _plain(a: Arguments, kind: int, scale: float, gradients: tuple[Tensor, ...]) -> None:
     """Writes all gradients."""
+    query, key, value, d_out, beta = a["query"], a["key"], a["value"], a["d_out"], a["beta"]
+    g, lengths, initial_state = a["g"], a["actual_seq_lengths"], a["initial_state"]
+    d_query, d_key, d_value, d_beta, d_initial, d_g = gradients
     T, N, DK = key.shape
     NV, DV = value.shape[1:]
     half, device, wide = value.dtype, value.device, torch.float32
-    varlen = actual_seq_lengths is not None
-    sequences = 1 if actual_seq_lengths is None else actual_seq_lengths.shape[0]
+    varlen = lengths is not None
+    sequences = 1 if lengths is None else lengths.shape[0]
     # every sequence may end in a part of a chunk, and so may the tokens behind the last one
     chunks = triton.cdiv(T, CHUNK.value) + (sequences if varlen else 0)
     t, p = (memory.empty((chunks, NV, CHUNK.value, CHUNK.value), half, device) for _ in range(2))
@@ -651,23 +614,14 @@ def _plain(
     g_row = 0 if g is None else g.stride(0)
     # a pointer is needed where there is nothing to point at
     rate, gate = grown if beta is None else beta, grown if g is None else g
-    constants = Constants(
-        N=N,
-        NV=NV,
-        DK=DK,
-        DV=DV,
-        SEQUENCES=max(16, triton.next_power_of_2(sequences)),
-        VARLEN=varlen,
-        BETA=kind,
-        GATE=g is not None,
-    )
+    C = constants(key, value, lengths, kind, g)
     if chunks > 0:
         launches.kernel(_triangles_kernel, chunks, NV)(
             query,
             key,
             rate,
             gate,
-            actual_seq_lengths,
+            lengths,
             t,
             p,
             grown,
@@ -678,7 +632,7 @@ def _plain(
             (*q_by, *k_by, b_row, g_row),
             DK_PAD=DK_PAD,
             PRECISION="tf32" if half is torch.bfloat16 else "tf32x3",
-            C=constants,
+            C=C,
             num_warps=2,
         )
     launches.kernel(_walks_kernel, 2 * sequences * NV * triton.cdiv(DV, walked))(
@@ -691,9 +645,9 @@ def _plain(
         p,
         grown,
         left,
-        actual_seq_lengths,
+        lengths,
         initial_state,
-        d_final_state,
+        a["d_final_state"],
         n,
         r,
         states,
@@ -707,8 +661,8 @@ def _plain(
         BLOCK_V=walked,
         STAGES=2,
         INITIAL=initial_state is not None,
-        FINAL=d_final_state is not None,
-        C=constants,
+        FINAL=a["d_final_state"] is not None,
+        C=C,
         num_warps=4,
     )
     if chunks > 0:
@@ -720,7 +674,7 @@ def _plain(
             d_out,
             rate,
             gate,
-            actual_seq_lengths,
+            lengths,
             n,
             r,
             p,
@@ -734,7 +688,7 @@ def _plain(
             (*q_by, *k_by, *v_by, *o_by, b_row, g_row),
             BLOCK_K=BLOCK_K,
             BLOCK_V=BLOCK_V,
-            C=constants,
+            C=C,
             num_warps=4,
             num_stages=2,
         )
@@ -743,7 +697,7 @@ def _plain(
             key,
             d_out,
             rate,
-            actual_seq_lengths,
+            lengths,
             n,
             r,
             p,
@@ -762,7 +716,7 @@ def _plain(
             (*q_by, *k_by, *o_by, b_row),
             BLOCK_K=BLOCK_K,
             BLOCK_V=BLOCK_V,
-            C=constants,
+            C=C,
             num_warps=4,
             num_stages=2,
         )
@@ -770,7 +724,7 @@ def _plain(
             heads = min(32, triton.next_power_of_2(NV))
             launches.kernel(_gates_kernel, chunks, triton.cdiv(NV, heads))(
                 beta,
-                actual_seq_lengths,
+                lengths,
                 d_rate,
                 d_total,
                 rate_parts,
@@ -782,6 +736,6 @@ def _plain(
                 b_row,
                 BLOCKS=blocks,
                 HEADS=heads,
-                C=constants,
+                C=C,
                 num_warps=4,
             )

@@ -121,7 +121,7 @@ def _solved(lower, TWO: tl.constexpr):
     return solved
 
 
-@triton.jit(do_not_specialize=["T", "sequences", "lower_bound"])
+@triton.jit(do_not_specialize=["T", "sequences"])
 def _chunks_kernel(
     q,
     k,
@@ -141,8 +141,7 @@ def _chunks_kernel(
     out,
     T,
     sequences,
-    scale,
-    lower_bound,
+    numbers,
     strides,
     BLOCK_K: tl.constexpr,
     BACKWARD: tl.constexpr,
@@ -173,6 +172,7 @@ def _chunks_kernel(
         beta += batch * b_batch + start * b_row + hv
         EDGE: tl.constexpr = BLOCK_K if C.K == C.K_PAD else C.K
         tile = program.to(tl.int64) * CHUNK
+        scale, lower_bound = numbers
         speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if C.A else 1.0
         # rows behind the last token are those of the last one, of which nothing is used: their
         # rate is 0
@@ -350,6 +350,11 @@ class Chunks:
     sequences: int
     count: int
 
+    @property
+    def walked(self) -> tuple[Tensor, ...]:
+        """What a walk reads."""
+        return self.qs, self.ks, self.p, self.fades, self.u, self.w
+
 
 def chunks(
     q: Tensor,
@@ -380,6 +385,7 @@ def chunks(
     count = each + sequences + 2 if varlen else B * each
     side = CHUNK.value
     programs = count * HV
+    given = (q, k, v, g)
 
     def empty(*shape: int, dtype: torch.dtype = half) -> Tensor:
         return memory.empty((programs, *shape), dtype, device)
@@ -414,27 +420,18 @@ def chunks(
         hopper.launch(made, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, out, scale, lower_bound)
     elif programs > 0:
         launches.kernel(_chunks_kernel, programs)(
-            q,
-            k,
-            v,
-            g,
+            *given,
             beta,
             A_log,
             dt_bias,
             cu_seqlens,
-            made.qs,
-            made.ks,
-            made.p,
-            made.fades,
-            made.u,
-            made.w,
+            *made.walked,
             made.rates,
             made.qs if out is None else out,
             T,
             sequences,
-            scale,
-            0.0 if lower_bound is None else lower_bound,
-            (*(s for x in (q, k, v, g) for s in x.stride()[:3]), *beta.stride()[:2]),
+            (scale, 0.0 if lower_bound is None else lower_bound),
+            (*(s for x in given for s in x.stride()[:3]), *beta.stride()[:2]),
             # what is as wide as a tile is not masked
             BLOCK_K=_BLOCK_K if K > _BLOCK_K else K_PAD,
             BACKWARD=backward,
@@ -490,12 +487,7 @@ def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     )
     BLOCK_V, stages = walk_tiling(x.constants.V_PAD, gpu.shared_memory(v.device))
     launches.kernel(_states_kernel, sequences * HV * triton.cdiv(V, BLOCK_V))(
-        x.qs,
-        x.ks,
-        x.p,
-        x.fades,
-        x.u,
-        x.w,
+        *x.walked,
         cu_seqlens,
         initial_state,
         final,

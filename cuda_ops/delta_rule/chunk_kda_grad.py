@@ -79,6 +79,13 @@ _TOKENS = 16  # rows in a tile of the norms' kernel
 _REACH = {torch.bfloat16: 60.0, torch.float16: 4.0}
 
 
+@triton.jit
+def _columns(base, token, row, columns, valid, SIZE: tl.constexpr):
+    """[columns, tokens] of rows; zeros behind SIZE and where there is no token."""
+    mask = valid[None, :] & (columns < SIZE)[:, None]
+    return tl.load(base + token[None, :] * row + columns[:, None], mask=mask, other=0.0)
+
+
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _walks_kernel(
     v,
@@ -146,10 +153,8 @@ def _walks_kernel(
             k_tile = tl.load(kg + number * (CHUNK * C.K_PAD) + wide)
             l_tile = tl.load(ks + number * (CHUNK * C.K_PAD) + wide)
             t_tile = tl.load(t + number * (CHUNK * CHUNK) + square)
-            v_mask = valid[None, :] & (cv < C.V)[:, None]
-            v_tile = tl.load(v + token[None, :] * v_row + cv[:, None], mask=v_mask, other=0.0)
-            rate = tl.load(beta + token * b_row, mask=valid, other=0.0)
-            rate = rate_of(rate, valid, C.BETA)
+            v_tile = _columns(v, token, v_row, cv, valid, C.V)
+            rate = rate_of(tl.load(beta + token * b_row, mask=valid, other=0.0), valid, C.BETA)
             fade = tl.load(fades + number * C.K_PAD + ck)
             half = state.to(element)
             tl.store(states + number * (C.V_PAD * C.K_PAD) + inner, half)
@@ -173,10 +178,8 @@ def _walks_kernel(
             l_tile = tl.load(ks + number * (CHUNK * C.K_PAD) + wide)
             t_tile = tl.load(t + number * (CHUNK * CHUNK) + square)
             p_tile = tl.load(p + number * (CHUNK * CHUNK) + square)
-            o_mask = valid[None, :] & (cv < C.V)[:, None]
-            o_tile = tl.load(d_out + token[None, :] * o_row + cv[:, None], mask=o_mask, other=0.0)
-            rate = tl.load(beta + token * b_row, mask=valid, other=0.0)
-            rate = rate_of(rate, valid, C.BETA)
+            o_tile = _columns(d_out, token, o_row, cv, valid, C.V)
+            rate = rate_of(tl.load(beta + token * b_row, mask=valid, other=0.0), valid, C.BETA)
             fade = tl.load(fades + number * C.K_PAD + ck)
             half = grad.to(element)
             tl.store(grads + number * (C.V_PAD * C.K_PAD) + inner, half)
@@ -225,7 +228,7 @@ def _of_pairs(q_wide, k_wide, z, m, pairs, rising, falling, element: tl.constexp
     return of_x * rising, of_y * rising + to_earlier * falling, of_total
 
 
-@triton.jit(do_not_specialize=["T", "sequences", "lower_bound"])
+@triton.jit(do_not_specialize=["T", "sequences"])
 def _inputs_kernel(
     q,
     k,
@@ -248,8 +251,7 @@ def _inputs_kernel(
     bias_parts,
     T,
     sequences,
-    scale,
-    lower_bound,
+    numbers,
     strides,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -258,6 +260,7 @@ def _inputs_kernel(
 ):
     """Of a chunk and a head some columns of dq, dk (of the rows as the norm leaves them) and dg,
     and what they give A_log and dt_bias; with the first columns dv and dbeta."""
+    scale, lower_bound = numbers
     q_by, k_by, g_by, o_by = strides[0:3], strides[3:6], strides[6:9], strides[9:12]
     b_batch, b_row = strides[12:14]
     q_row, k_row, g_row, o_row = q_by[1], k_by[1], g_by[1], o_by[1]
@@ -502,20 +505,7 @@ def backward(
     norm, gated = a["use_qk_l2norm_in_kernel"], a["use_gate_in_kernel"]
     rate = gated_delta.kind_of_rate(beta, a["use_beta_sigmoid_in_kernel"], a["allow_neg_eigval"])
     x = chunks(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale,
-        cu_seqlens,
-        norm,
-        A_log,
-        dt_bias,
-        lower_bound,
-        gated,
-        rate,
-        None,
+        *(q, k, v, g, beta), scale, cu_seqlens, norm, A_log, dt_bias, lower_bound, gated, rate, None
     )
     programs, side = x.count * HV, CHUNK.value
     K_PAD, V_PAD = x.constants.K_PAD, x.constants.V_PAD
@@ -532,40 +522,17 @@ def backward(
     o_by, b_by = d_out.stride()[:3], beta.stride()[:2]
     fast = hopper.supports(q, k, v, g, beta, d_out)
     by = steps(a["state_layout"], K, V)
+    left = (n, r, states, state_grads)  # by the walks
+    walk = (cu_seqlens, initial_state, a["d_final_state"], *left, d_initial)
     if fast:
-        kda_walks.launch(
-            x,
-            v,
-            d_out,
-            cu_seqlens,
-            initial_state,
-            a["d_final_state"],
-            n,
-            r,
-            states,
-            state_grads,
-            d_initial,
-            *by,
-        )
+        kda_walks.launch(x, v, d_out, *walk, *by)
     else:
         launches.kernel(_walks_kernel, 2 * sequences * HV * (V_PAD // BLOCK_V))(
             v,
             d_out,
             beta,
-            x.qs,
-            x.ks,
-            x.p,
-            x.fades,
-            x.u,
-            x.w,
-            cu_seqlens,
-            initial_state,
-            a["d_final_state"],
-            n,
-            r,
-            states,
-            state_grads,
-            d_initial,
+            *x.walked,
+            *walk,
             T,
             sequences,
             (*v.stride()[:3], *o_by, *b_by, *by),
@@ -576,57 +543,25 @@ def backward(
             C=x.constants,
             num_warps=4,
         )
+    numbers = (scale, 0.0 if lower_bound is None else lower_bound)
+    given = (q, k, g, beta)
+    found = (d_q, d_k, d_v, d_g, d_beta, A_parts, bias_parts)
     if fast:
         hopper.launch(
-            x,
-            q,
-            k,
-            g,
-            beta,
-            d_out,
-            A_log,
-            dt_bias,
-            cu_seqlens,
-            n,
-            r,
-            states,
-            state_grads,
-            d_q,
-            d_k,
-            d_v,
-            d_g,
-            d_beta,
-            A_parts,
-            bias_parts,
-            scale,
-            lower_bound,
-            _REACH[half],
+            x, d_out, given, A_log, dt_bias, cu_seqlens, left, found, numbers, _REACH[half]
         )
     elif programs > 0:
         launches.kernel(_inputs_kernel, x.count * H * (K_PAD // BLOCK_K))(
-            q,
-            k,
-            g,
-            beta,
+            *given,
             d_out,
             A_log,
             dt_bias,
             cu_seqlens,
-            n,
-            r,
-            states,
-            state_grads,
-            d_q,
-            d_k,
-            d_v,
-            d_g,
-            d_beta,
-            A_parts,
-            bias_parts,
+            *left,
+            *found,
             T,
             sequences,
-            scale,
-            0.0 if lower_bound is None else lower_bound,
+            numbers,
             (*q.stride()[:3], *k.stride()[:3], *g.stride()[:3], *o_by, *b_by),
             BLOCK_K=BLOCK_K,
             BLOCK_V=BLOCK_V,

@@ -666,6 +666,7 @@ def launch(
     out = memory.empty(v.shape, v.dtype, v.device)
     if N == 0 or out.numel() == 0:
         return out.zero_()
+    qkv = (q, k, v)
     a = a.view(B, T, HV, K) if is_kda else a.view(B, T, HV)
     b = b.view(B, T, HV)
     pool, cache, parents = initial_state_source, intermediate_states, retrieve_parent_token
@@ -688,9 +689,7 @@ def launch(
         A_log,
         a,
         dt_bias,
-        q,
-        k,
-        v,
+        *qkv,
         b,
         pool,
         initial_state_indices,
@@ -715,10 +714,7 @@ def launch(
             epsilon,
         ),
         (
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *a.stride()[:3],
+            *(s for x in (*qkv, a) for s in x.stride()[:3]),
             *b.stride()[:2],
             *z_strides,
             pool.stride(0),

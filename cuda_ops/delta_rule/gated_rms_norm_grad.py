@@ -105,15 +105,14 @@ def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
     blocks = 1 << min(6, max(0, most.bit_length() - 1))
     chunks = triton.cdiv(rows, C.BLOCK_R * blocks)
     sums = memory.empty([chunks, size], torch.float32, x.device)
+    found = (dx, d_gate, sums)
     if dx.numel() > 0:
         launches.kernel(_backward, chunks * groups)(
             x,
             gate,
             a["weight"],
             d_out,
-            dx,
-            d_gate,
-            sums,
+            *found,
             rows,
             heads,
             a["epsilon"],

@@ -162,6 +162,7 @@ ROOMS = (
     "rows",
     "selection",
     "tma",
+    "turns",
 )
 
 

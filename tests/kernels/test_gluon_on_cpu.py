@@ -717,7 +717,7 @@ def few_processors(monkeypatch):
     module = hopper.fused_attention
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
     monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 3)
-    stand_in(monkeypatch, attention_tiles, lengths, hopper.tma, module)
+    stand_in(monkeypatch, attention_tiles, lengths, hopper.tma, hopper.turns, module)
     # what they say in PTX
     instead = dict(
         _ping_pong=lambda *_: None,
@@ -778,7 +778,7 @@ def gradients(monkeypatch, at, lazy, size, options):
     module, summed = hopper.fused_attention_backward, []
     plain, empty = fused_attention_backward, memory.empty
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
-    stand_in(monkeypatch, attention_tiles, lengths, hopper.tma, module, plain, at=at)
+    stand_in(monkeypatch, attention_tiles, lengths, hopper.tma, hopper.turns, module, plain, at=at)
 
     def add(sums, place, part):
         time.sleep(lazy * (at.once - Program.now.get().number % at.once))

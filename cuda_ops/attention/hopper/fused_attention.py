@@ -26,12 +26,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ....dispatch.ops.attention.fused_attention import Arguments
 from ...common import gpu
 from ...common.attention_tiles import Sizes, keys_of, plan, row_strides, width_of
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ...common.hopper.tma import at, describable, describe
 from ...common.log2 import LEAST, LN2, LOG2E
 from ...runtime import launches
+from .turns import seen, tile_listed, turn_of
 
 _keys_of = gluon.jit(keys_of.fn)
 
@@ -76,27 +78,15 @@ class Constants(NamedTuple):
 def _tile_of(number, plan, tiles, outers, heads, section, rows, other_rows, VARLEN: gl.constexpr):
     """(batch, head, first row, rows, first other row, other rows, tile) of a tile number.
 
-    The heads of a section, whose keys fit in L2 together, take turns.  Packed sequences: in the
-    order of the list.  Dense: the tiles of the last section come longest first, of the one before
-    shortest first and so on (see `_section`).
+    Packed sequences: in the order of the list.  Dense: the tiles of the last section come longest
+    first, of the one before shortest first and so on (see `_section`).
     """
-    group = number // (section * tiles)
-    inside = number % (section * tiles)
-    count = gl.minimum(section, outers - group * section)
-    outer = group * section + inside % count
+    group, outer, place = turn_of(number, tiles, outers, section)
     if VARLEN:
-        row = plan + (inside // count).to(gl.int64) * 8
-        return (
-            0,
-            outer,
-            gl.load(row),
-            gl.load(row + 1),
-            gl.load(row + 2),
-            gl.load(row + 3),
-            gl.load(row + 4),
-        )
+        first, rows, other_first, other_rows, tile, _piece = tile_listed(plan, place)
+        return 0, outer, first, rows, other_first, other_rows, tile
     down = ((outers + section - 1) // section - group) & 1
-    tile = gl.where(down == 1, tiles - 1 - inside // count, inside // count)
+    tile = gl.where(down == 1, tiles - 1 - place, place)
     return outer // heads, outer % heads, 0, rows, 0, other_rows, tile
 
 
@@ -163,14 +153,7 @@ def _softmax(
         column = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, MS))[None, :]
         position = row + (shift - begin)
         end = columns - begin
-        if C.CAUSAL:
-            keep = column < gl.minimum(position + 1, end)[:, None]
-        elif C.WINDOW:
-            keep = column < gl.minimum(position + window, end)[:, None]
-        else:
-            keep = column < end
-        if C.WINDOW:
-            keep = keep & (column > (position - window)[:, None])
+        keep = seen(column, position, end, window, C.CAUSAL, C.WINDOW)
         s = gl.where(keep, s, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(s, 1))
     if MASKED:
@@ -880,19 +863,8 @@ def supports(
     return all(describable(x) for x in (q, k, v, *more))
 
 
-def launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    sizes: Sizes,
-    causal: bool,
-    scale: float,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    window: int | None,
-) -> None:
+def launch(x: Arguments, sizes: Sizes, scale: float, o: torch.Tensor, lse: torch.Tensor) -> None:
+    q, k, v, causal, window = x["q"], x["k"], x["v"], x["causal"], x["window"]
     size, v_size, varlen = width_of(q.shape[-1]), width_of(v.shape[-1]), sizes.varlen
     if 128 < q.shape[-1] <= 192:
         size = 192
@@ -900,7 +872,7 @@ def launch(
     config = _config(size, v_size, sizes.rows)
     keys, rows = config["BLOCK_N"], 64 * config["NC"]
     counter, outers = None, sizes.outer * sizes.heads
-    listed, tiles = plan(cu_seqlens_q, cu_seqlens_k, sizes.n_q, sizes.n_k, rows)
+    listed, tiles = plan(x["cu_seqlens_q"], x["cu_seqlens_k"], sizes.n_q, sizes.n_k, rows)
     if listed is not None:
         tiles -= 1
         counter = listed[tiles, 6:]

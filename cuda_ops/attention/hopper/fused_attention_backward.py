@@ -56,6 +56,7 @@ from ...common.log2 import LOG2E
 from ...runtime import launches
 from ...runtime.private_triton import builtin, ir
 from . import fused_attention
+from .turns import seen, tile_listed, turn_of
 
 # Causal, B 4, H 16, D 128, H200, 2026-11: 4096 tokens 1357 us (three stages 1354 to 1384), 16384
 # tokens 20519 (21807)
@@ -117,23 +118,10 @@ class Constants(NamedTuple):
 def _tile_of(ticket, plan, tiles, outers, heads, section, rows, other_rows, C: gl.constexpr):
     """(batch, key head, first key, keys, first query, queries, tile, piece) of a program."""
     number = ticket if C.IN_TURN else gl.program_id(0)
-    group = number // (section * tiles)
-    inside = number % (section * tiles)
-    count = gl.minimum(section, outers - group * section)
-    outer = group * section + inside % count
+    _group, outer, tile = turn_of(number, tiles, outers, section)
     if C.VARLEN:
-        row = plan + (inside // count).to(gl.int64) * 8
-        return (
-            0,
-            outer,
-            gl.load(row),
-            gl.load(row + 1),
-            gl.load(row + 2),
-            gl.load(row + 3),
-            gl.load(row + 4),
-            gl.load(row + 5),
-        )
-    tile = inside // count
+        first, rows, other_first, other_rows, tile, piece = tile_listed(plan, tile)
+        return 0, outer, first, rows, other_first, other_rows, tile, piece
     # the first keys are seen by most queries: longest first, unless tiles add in turn
     if C.IN_TURN:
         tile = tiles - 1 - tile
@@ -599,14 +587,7 @@ def _wide_step(
         position = gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
         position = position + (block * 64 + keys - rows - tile * 64)
         end = keys - tile * 64
-        if C.CAUSAL:
-            keep = column < gl.minimum(position + 1, end)[:, None]
-        elif C.WINDOW:
-            keep = column < gl.minimum(position + window, end)[:, None]
-        else:
-            keep = column < end
-        if C.WINDOW:
-            keep = keep & (column > (position - window)[:, None])
+        keep = seen(column, position, end, window, C.CAUSAL, C.WINDOW)
         p = gl.where(keep, p, 0.0)
     shared.ps.store(p.to(dtype))
     grad_p = warpgroup_mma_wait(0, deps=[p_flight])
@@ -861,22 +842,20 @@ def _backward_hopper(
     nothing to do; `heads` are key heads."""
     BLOCK_M: gl.constexpr = C.BLOCK_M
     BLOCK_N: gl.constexpr = C.BLOCK_N
-    D: gl.constexpr = C.D
-    V: gl.constexpr = C.V
     STAGES: gl.constexpr = C.STAGES
     dtype: gl.constexpr = q_desc.dtype
-    WIDE: gl.constexpr = D > 128 or V > 128
+    WIDE: gl.constexpr = C.D > 128 or C.V > 128
     ticket = 0
     if C.IN_TURN:
         ticket = gl.atomic_add(turns, 1, sem="relaxed")
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, V], dtype)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, C.D], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, C.V], dtype)
     S_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], SHARED)
-    g = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, V], V_SHARED)
-    k = gl.allocate_shared_memory(dtype, [BLOCK_N, D], SHARED)
-    v = gl.allocate_shared_memory(dtype, [BLOCK_N, V], V_SHARED)
+    q = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, C.D], SHARED)
+    g = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, C.V], V_SHARED)
+    k = gl.allocate_shared_memory(dtype, [BLOCK_N, C.D], SHARED)
+    v = gl.allocate_shared_memory(dtype, [BLOCK_N, C.V], V_SHARED)
     ds = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], S_SHARED)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
@@ -901,8 +880,8 @@ def _backward_hopper(
     if C.ADDER and C.SIZE == 192:
         part = gl.allocate_shared_memory(gl.float32, [2, 16, 256], sums.layout)
         more = gl.allocate_shared_memory(gl.float32, [16, 256], sums.layout)
-    elif C.ADDER or (D == 128 and not WIDE):
-        part = gl.allocate_shared_memory(gl.float32, [1, BLOCK_M * D // 256, 256], sums.layout)
+    elif C.ADDER or (C.D == 128 and not WIDE):
+        part = gl.allocate_shared_memory(gl.float32, [1, BLOCK_M * C.D // 256, 256], sums.layout)
     shared = Shared(
         q, g, k, v, lse, delta, ps, ds, part, more, full, empty, kv_full, part_full, part_empty
     )

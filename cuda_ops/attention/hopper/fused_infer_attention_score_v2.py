@@ -110,15 +110,10 @@ class Output(NamedTuple):
     sinks: Any
     out: Any
     lse: Any
-    partial: Any
-    partial_max: Any
-    partial_sum: Any
+    parts: Any  # their numerators, maxima and sums
     cuts: Any
-    out_row: Any
-    out_head: Any
-    lse_request: Any
-    lse_row: Any
-    lse_head: Any
+    by: Any  # strides of `out`, of rows and heads
+    lse_by: Any  # of `lse`, of requests, rows and heads
 
 
 @gluon.jit
@@ -350,10 +345,10 @@ def _finish(acc, row_sum, row_max, part, to, C: gl.constexpr, COLUMN: gl.constex
     if COLUMN == 0:
         if C.STATS:
             if C.PIECES > 0:
-                at = row * to.lse_row + head * to.lse_head
+                at = row * to.lse_by[1] + head * to.lse_by[2]
             else:
-                at = part.request.to(gl.int64) * to.lse_request
-                at = at + token * to.lse_row + head.to(gl.int64) * to.lse_head
+                at = part.request.to(gl.int64) * to.lse_by[0]
+                at = at + token * to.lse_by[1] + head.to(gl.int64) * to.lse_by[2]
             value = gl.where(there, row_max * LN2 + gl.log(below), float("-inf"))
             gl.store(to.lse + at, value, mask=exists)
         if C.CUT:
@@ -366,7 +361,7 @@ def _finish(acc, row_sum, row_max, part, to, C: gl.constexpr, COLUMN: gl.constex
     exists, token, head = _rows(part, C, gl.SliceLayout(1, TURNED))
     row = (part.first + token).to(gl.int64)
     d = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, TURNED))
-    at = to.out + row * to.out_row + head.to(gl.int64) * to.out_head
+    at = to.out + row * to.by[0] + head.to(gl.int64) * to.by[1]
     gl.store(at[:, None] + d[None, :], o, mask=exists[:, None])
 
 
@@ -386,15 +381,15 @@ def _finish_piece(acc, row_sum, row_max, part, to, C: gl.constexpr, COLUMN: gl.c
     there = row_sum != 0
     if COLUMN == 0:
         exists, row, at = _places(part, C, gl.SliceLayout(1, S))
-        gl.store(to.partial_max + at, row_max, mask=exists)
-        gl.store(to.partial_sum + at, row_sum, mask=exists)
+        gl.store(to.parts[1] + at, row_max, mask=exists)
+        gl.store(to.parts[2] + at, row_sum, mask=exists)
         if C.CUT:
             gl.store(to.cuts + row, at * 1024 + part.pieces, mask=exists & (part.pieces > 0))
     o = _divided(acc, gl.where(there, row_sum, 1.0), there)
     exists, _, at = _places(part, C, gl.SliceLayout(1, WIDE))
     d = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, WIDE))
     stored = exists & gl.convert_layout(there, gl.SliceLayout(1, WIDE))  # others are not read
-    gl.store((to.partial + at * 512)[:, None] + d[None, :], o, mask=stored[:, None])
+    gl.store((to.parts[0] + at * 512)[:, None] + d[None, :], o, mask=stored[:, None])
 
 
 @gluon.jit
@@ -686,20 +681,9 @@ def _attend(
         seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
     )
     work = _work(of, window, C)
-    to = Output(
-        sinks,
-        out,
-        lse,
-        partial,
-        partial_max,
-        partial_sum,
-        cuts,
-        out_row,
-        out_head,
-        lse_request,
-        lse_row,
-        lse_head,
-    )
+    parts = (partial, partial_max, partial_sum)
+    lse_by = (lse_request, lse_row, lse_head)
+    to = Output(sinks, out, lse, parts, cuts, (out_row, out_head), lse_by)
     dtype: gl.constexpr = key.dtype.element_ty
     tiles = tiles_of(dtype, C.D, [4, 64], 129, 129, 129)
     BOXES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

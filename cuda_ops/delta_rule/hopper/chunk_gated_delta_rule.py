@@ -25,7 +25,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -33,8 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ....dispatch.common import memory
+from ....dispatch.ops.delta_rule.chunk_gated_delta_rule import Arguments
 from ...common import gpu
-from ...common.gluon_names import barrier, tma_load
+from ...common.chunks import constants
+from ...common.gluon_names import tma_load
 from ...common.hopper.barriers import in_turn
 from ...common.hopper.tma import (
     aligned,
@@ -45,25 +46,37 @@ from ...common.hopper.tma import (
     load_box,
     store_box,
 )
-from ...common.tiling import cdiv, power_of_two
+from ...common.tiling import cdiv
 from ...runtime import launches
-from .chunks import CHUNK, columns_at, lengths_of, tokens_of, triangles
+from .chunks import (
+    CHUNK,
+    COLUMNS,
+    LEFT,
+    NUMBERS,
+    SQUARE,
+    Walked,
+    columns_at,
+    held,
+    place_of_state,
+    put_turned,
+    sequence_of,
+    square_of,
+    tiles_of,
+    triangles,
+)
 
 # H200, 2026-11, N 16, Nv 32, Dk = Dv = 128, bfloat16, 4096 tokens: of 134 us the walk takes 77, and
 # with two stages 84
-_STAGES = 3
+_STAGES = gl.constexpr(3)
 
 
 class Walk(NamedTuple):
-    """Places of chunks in shared memory, and their barriers."""
+    """Places of chunks in shared memory, that of an output, and barriers."""
 
-    q: Any
-    k: Any
-    v: Any
-    t: Any
-    p: Any
+    tiles: Any
     grown: Any
     left: Any
+    o: Any
     full: Any
     empty: Any
 
@@ -71,77 +84,45 @@ class Walk(NamedTuple):
 @gluon.jit
 def _put(o, place, o_desc, where):
     """Rows `where` of the output, from o^T."""
-    tma.store_wait(0)
-    barrier()
-    place.permute((1, 0)).store(o.to(place.dtype))
-    fence_async_shared()
-    barrier()
+    put_turned(o, place)
     store_box(o_desc, where, place)
 
 
 @gluon.jit
-def _consumer(
-    shared,
-    o,
-    o_desc,
-    grown_from,
-    initial,
-    final,
-    out,
-    start,
-    length,
-    tokens,
-    first_chunk,
-    sequence,
-    hv,
-    block,
-    scale,
-    NV: gl.constexpr,
-    DK: gl.constexpr,
-    DV: gl.constexpr,
-    STAGES: gl.constexpr,
-    INITIAL: gl.constexpr,
-):
-    q, k, v, t, p, grown, left, full, empty = shared
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
-    AS: gl.constexpr = gl.DotOperandLayout(0, MS, 2)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, M)
+def _consumer(shared, o_desc, grown_from, initial, final, out, of, tokens, scale, C: gl.constexpr):
+    q, k, v, t, p = shared.tiles
+    sequence, start, length, first_chunk, hv, block = of
     dtype: gl.constexpr = k.dtype
-    zero = gl.zeros([64, 64], gl.float32, layout=M)
-    cv = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
-    ck = gl.arange(0, DK, layout=gl.SliceLayout(0, MS))
-    state_at = (sequence.to(gl.int64) * NV + hv) * (DV * DK) + cv[:, None] * DK + ck[None, :]
-    if INITIAL:
-        state = gl.load(initial + state_at).to(gl.float32)
-    else:
-        state = gl.zeros([64, DK], gl.float32, layout=MS)
+    zero = gl.zeros([64, 64], gl.float32, layout=SQUARE)
+    head = sequence.to(gl.int64) * C.NV + hv
+    state_at = place_of_state(head, block, k_step=1, v_step=C.DK, DK=C.DK, DV=C.DV)
+    state = held(initial, state_at)
+    AS: gl.constexpr = gl.DotOperandLayout(0, state.type.layout, 2)
     chunks = (length + 63) // 64
-    grown_from += (first_chunk.to(gl.int64) * NV + hv) * 64 + 63
+    grown_from += (first_chunk.to(gl.int64) * C.NV + hv) * 64 + 63
     fade = gl.load(grown_from, mask=chunks > 0, other=1.0)
-    half = gl.convert_layout(state.to(dtype), A)
+    half = gl.convert_layout(state.to(dtype), LEFT)
     o_done = zero
     for c in range(chunks):
-        stage = c % STAGES
-        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        stage = c % _STAGES
+        mbarrier.wait(shared.full.index(stage), (c // _STAGES) & 1)
         r_flight = warpgroup_mma(
             half, k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
         q_flight = warpgroup_mma(
             half, q.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
-        grown_from += NV * 64
+        grown_from += C.NV * 64
         fade_next = gl.load(grown_from, mask=c + 1 < chunks, other=1.0)
-        growth = grown.index(stage).load(COLUMNS)
-        rest = left.index(stage).load(COLUMNS)
-        value = v.index(stage).permute((1, 0)).load(M).to(gl.float32)
+        growth = shared.grown.index(stage).load(COLUMNS)
+        rest = shared.left.index(stage).load(COLUMNS)
+        value = v.index(stage).permute((1, 0)).load(SQUARE).to(gl.float32)
         # the output of the chunk before; rows behind the sequence are not written
         before = gl.where(c > 0, c * 64 - 64, chunks * 64)
-        _put(o_done, o, o_desc, columns_at(hv, start, length, before, block))
+        _put(o_done, shared.o, o_desc, columns_at(hv, start, length, before, block))
         # with the state: else it is scaled while products are pending, and ptxas waits for them
         r, state = warpgroup_mma_wait(1, deps=[r_flight, state])
-        r_half = gl.convert_layout((value - r * growth[None, :]).to(dtype), A)
+        r_half = gl.convert_layout((value - r * growth[None, :]).to(dtype), LEFT)
         n_flight = warpgroup_mma(
             r_half, t.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
@@ -152,61 +133,49 @@ def _consumer(
         n = warpgroup_mma_wait(0, deps=[n_flight])
         n_left = gl.convert_layout((n * rest[None, :]).to(dtype), AS)
         s_flight = warpgroup_mma(n_left, k.index(stage), state, is_async=True)
-        n_half = gl.convert_layout(n.to(dtype), A)
+        n_half = gl.convert_layout(n.to(dtype), LEFT)
         o_flight = warpgroup_mma(n_half, p.index(stage).permute((1, 0)), acc, is_async=True)
         state = warpgroup_mma_wait(1, deps=[s_flight])
-        half = gl.convert_layout(state.to(dtype), A)
+        half = gl.convert_layout(state.to(dtype), LEFT)
         o_done = warpgroup_mma_wait(0, deps=[o_flight])
-        mbarrier.arrive(empty.index(stage))
+        mbarrier.arrive(shared.empty.index(stage))
     if chunks > 0:
-        _put(o_done, o, o_desc, columns_at(hv, start, length, chunks * 64 - 64, block))
+        _put(o_done, shared.o, o_desc, columns_at(hv, start, length, chunks * 64 - 64, block))
     gl.store(final + state_at, state.to(final.dtype.element_ty))
     # tokens behind the last sequence; `tokens` is `length` for the others
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
     j = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS))
     for first in range(length, tokens, 64):
-        row = (start + first + i).to(gl.int64) * NV + hv
+        row = (start + first + i).to(gl.int64) * C.NV + hv
         nothing = gl.zeros([64, 64], dtype, layout=ROWS)
-        gl.store(out + row[:, None] * DV + j[None, :], nothing, (first + i < tokens)[:, None])
+        gl.store(out + row[:, None] * C.DV + j[None, :], nothing, (first + i < tokens)[:, None])
     tma.store_wait(0)
 
 
 @gluon.jit
-def _producer(
-    shared,
-    described,
-    start,
-    length,
-    first_chunk,
-    hv,
-    block,
-    NV: gl.constexpr,
-    DK: gl.constexpr,
-    DV: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    q, k, v, t, p, grown, left, full, empty = shared
+def _producer(shared, described, of, C: gl.constexpr):
+    q, k, v, t, p = shared.tiles
     q_desc, k_desc, v_desc, t_desc, p_desc, grown_desc, left_desc = described
+    _sequence, start, length, first_chunk, hv, block = of
     for c in range((length + 63) // 64):
-        stage = c % STAGES
-        ready = full.index(stage)
-        mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
-        mbarrier.expect(ready, 64 * DK * 4 + 3 * 64 * 64 * 2 + 2 * 64 * 4)
-        where = at(0, hv // GROUP, start, length, c * 64, True)
+        stage = c % _STAGES
+        ready = shared.full.index(stage)
+        mbarrier.wait(shared.empty.index(stage), ((c // _STAGES) & 1) ^ 1)
+        mbarrier.expect(ready, 64 * C.DK * 4 + 3 * 64 * 64 * 2 + 2 * 64 * 4)
+        where = at(0, hv // (C.NV // C.N), start, length, c * 64, True)
         load_box(k_desc, where, ready, k.index(stage))
         of_value = columns_at(hv, start, length, c * 64, block)
         load_box(v_desc, of_value, ready, v.index(stage))
-        tile = ((first_chunk + c) * NV + hv) * 64
-        tma_load(grown_desc, [tile], ready, grown.index(stage))
-        tma_load(left_desc, [tile], ready, left.index(stage))
+        tile = ((first_chunk + c) * C.NV + hv) * 64
+        tma_load(grown_desc, [tile], ready, shared.grown.index(stage))
+        tma_load(left_desc, [tile], ready, shared.left.index(stage))
         tma_load(t_desc, [tile, 0], ready, t.index(stage))
         load_box(q_desc, where, ready, q.index(stage))
         tma_load(p_desc, [tile, 0], ready, p.index(stage))
 
 
-@gluon.jit(do_not_specialize=["T", "sequences", "scale"])
+@gluon.jit(do_not_specialize=NUMBERS)
 def _walk(
     q_desc,
     k_desc,
@@ -224,90 +193,31 @@ def _walk(
     T,
     sequences,
     scale,
-    NV: gl.constexpr,
-    DK: gl.constexpr,
-    DV: gl.constexpr,
-    GROUP: gl.constexpr,
-    SEQUENCES: gl.constexpr,
-    STAGES: gl.constexpr,
-    VARLEN: gl.constexpr,
-    INITIAL: gl.constexpr,
-    num_warps: gl.constexpr,
+    C: gl.constexpr,
 ):
     """Outputs and the final state of a sequence, for 64 columns of one head."""
-    BLOCKS: gl.constexpr = DV // 64
+    BLOCKS: gl.constexpr = C.DV // 64
     dtype: gl.constexpr = k_desc.dtype
-    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DK], dtype)
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     program = gl.program_id(0)
     block = program % BLOCKS
-    hv = program // BLOCKS % NV
-    sequence = program // (BLOCKS * NV)
-    start = 0
-    length = T
+    hv = program // BLOCKS % C.NV
+    sequence = program // (BLOCKS * C.NV)
+    start, length, first_chunk = sequence_of(lengths, sequence, T, sequences, C.SEQUENCES, C.VARLEN)
     tokens = T
-    first_chunk = program * 0
-    if VARLEN:
-        s, each = lengths_of(lengths, T, sequences, SEQUENCES)
-        start, length = tokens_of(s, each, s < sequence, sequence, T)
-        # before a sequence with tokens; before another it may wrap, and is not used
-        first_chunk = gl.sum(gl.where(s < sequence, (each + 63) // 64, 0), 0)
+    if C.VARLEN:
         tokens = gl.where(sequence == sequences - 1, T - start, length)
-    q = gl.allocate_shared_memory(dtype, [STAGES, 64, DK], WIDE)
-    k = gl.allocate_shared_memory(dtype, [STAGES, 64, DK], WIDE)
-    v = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
-    t = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
-    p = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
-    o = gl.allocate_shared_memory(dtype, [64, 64], TILE)
-    grown_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], grown_desc.layout)
-    left_tile = gl.allocate_shared_memory(gl.float32, [STAGES, 64], left_desc.layout)
-    full, empty = in_turn(STAGES, 1)
-    shared = Walk(q, k, v, t, p, grown_tile, left_tile, full, empty)
+    tiles = tiles_of(dtype, C.DK, _STAGES)
+    o = square_of(dtype)
+    grown_tile = gl.allocate_shared_memory(gl.float32, [_STAGES, 64], grown_desc.layout)
+    left_tile = gl.allocate_shared_memory(gl.float32, [_STAGES, 64], left_desc.layout)
+    full, empty = in_turn(_STAGES, 1)
+    shared = Walk(tiles, grown_tile, left_tile, o, full, empty)
     described = (q_desc, k_desc, v_desc, t_desc, p_desc, grown_desc, left_desc)
+    of = Walked(sequence, start, length, first_chunk, hv, block)
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (
-                    shared,
-                    o,
-                    o_desc,
-                    grown,
-                    initial,
-                    final,
-                    out,
-                    start,
-                    length,
-                    tokens,
-                    first_chunk,
-                    sequence,
-                    hv,
-                    block,
-                    scale,
-                    NV,
-                    DK,
-                    DV,
-                    STAGES,
-                    INITIAL,
-                ),
-            ),
-            (
-                _producer,
-                (
-                    shared,
-                    described,
-                    start,
-                    length,
-                    first_chunk,
-                    hv,
-                    block,
-                    NV,
-                    DK,
-                    DV,
-                    GROUP,
-                    STAGES,
-                ),
-            ),
+            (_consumer, (shared, o_desc, grown, initial, final, out, of, tokens, scale, C)),
+            (_producer, (shared, described, of, C)),
         ],
         [1],
         [24],
@@ -330,59 +240,33 @@ def supports(query: Tensor, key: Tensor, value: Tensor, sequences: int) -> bool:
     )
 
 
-def launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor | None,
-    rate: int,
-    initial_state: Tensor | None,
-    actual_seq_lengths: Tensor | None,
-    scale: float,
-    g: Tensor | None,
-    out: Tensor,
-    final: Tensor,
-) -> None:
+def launch(x: Arguments, rate: int, scale: float, out: Tensor, final: Tensor) -> None:
     """Writes `out` and `final`."""
-    T, N, DK = key.shape
-    NV, DV = value.shape[1:]
-    varlen = actual_seq_lengths is not None
+    query, key, value, lengths = x["query"], x["key"], x["value"], x["actual_seq_lengths"]
+    T = key.shape[0]
     sequences = final.shape[0]
+    C = constants(key, value, lengths, rate, x["g"], 32)
     # every sequence may end in a part of a chunk
-    chunks = cdiv(T, CHUNK) + (sequences if varlen else 0)
-    padded = max(32, power_of_two(sequences))
-    rows = chunks * NV * CHUNK
+    rows = (cdiv(T, CHUNK) + (sequences if C.VARLEN else 0)) * C.NV * CHUNK
     t, p = (memory.empty((rows, CHUNK), value.dtype, value.device) for _ in range(2))
     grown, left = (memory.empty((rows,), torch.float32, value.device) for _ in range(2))
-    triangles(
-        query, key, NV, beta, rate, actual_seq_lengths, scale, g, t, p, grown, left, None, sequences
-    )
-    q_desc, k_desc = (describe(x, CHUNK, DK, True) for x in (query, key))
-    t_desc, p_desc = (describe_matrix(x, rows, CHUNK, [CHUNK, CHUNK]) for x in (t, p))
-    launches.kernel(_walk, sequences * NV * (DV // 64))(
-        q_desc,
-        k_desc,
+    made = (t, p, grown, left)
+    triangles(query, key, x["beta"], lengths, scale, x["g"], made, None, sequences, C)
+    launches.kernel(_walk, sequences * C.NV * (C.DV // CHUNK))(
+        *(describe(y, CHUNK, C.DK, True) for y in (query, key)),
         describe(value, CHUNK, CHUNK, True),
-        t_desc,
-        p_desc,
+        *(describe_matrix(y, rows, CHUNK, [CHUNK, CHUNK]) for y in (t, p)),
         describe_row(grown, CHUNK),
         describe_row(left, CHUNK),
         describe(out, CHUNK, CHUNK, True),
         grown,
-        actual_seq_lengths,
-        initial_state,
+        lengths,
+        x["initial_state"],
         final,
         out,
         T,
         sequences,
         scale,
-        NV=NV,
-        DK=DK,
-        DV=DV,
-        GROUP=NV // N,
-        SEQUENCES=padded,
-        STAGES=_STAGES,
-        VARLEN=varlen,
-        INITIAL=initial_state is not None,
+        C=C,
         num_warps=4,
     )

@@ -155,26 +155,14 @@ def _number_by_number(
 
 @gluon.jit
 def _operands(
-    shared,
-    gate,
-    i,
-    speed,
-    lower_bound,
-    scale,
-    qs,
-    ks,
-    w,
-    fades,
-    of_q,
-    of_k,
-    half,
-    BACKWARD: gl.constexpr,
-    C: gl.constexpr,
+    shared, gate, i, speed, numbers, to, of_q, of_k, half, BACKWARD: gl.constexpr, C: gl.constexpr
 ):
     """Of 64 channels the operands of products and what the walk reads.  Channels with a token
     beyond the reach of its block's middle have the block's begin as anchor of the later token, and
     its end of the earlier one, which serves pairs of tokens of different blocks; what those of the
     block give is added to `of_q` and `of_k`."""
+    qs, ks, w, fades = to
+    scale, lower_bound = numbers
     TABLE: gl.constexpr = gl.SliceLayout(1, PARTS)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, TABLE)
     dtype: gl.constexpr = shared.z.dtype
@@ -221,21 +209,21 @@ def _operands(
     left = power(behind)[:, None, :]
     rising = power(total - begin[:, None, :])
     falling = power(finish[:, None, :] - total)
-    to = 64 * half + block[:, None, :] * (16 * 128) + channel[None, None, :]
+    at = 64 * half + block[:, None, :] * (16 * 128) + channel[None, None, :]
     q = _in_parts(shared.q.index(half))
     x = _of_length_1(q, shared.units.index(0), C.NORM) * rising
-    gl.store((qs + to) + i * 128, (x * (grow * scale)).to(dtype))
+    gl.store((qs + at) + i * 128, (x * (grow * scale)).to(dtype))
     shared.q.index(half).store(gl.reshape(x.to(dtype), [64, 64]))
     k = _in_parts(shared.k.index(half))
     k = _of_length_1(k, shared.units.index(1), C.NORM)
     z = k * falling
-    gl.store((ks + to) + i * 128, (z * left).to(dtype))
+    gl.store((ks + at) + i * 128, (z * left).to(dtype))
     shared.z.index(2 * half).store(gl.reshape(z.to(dtype), [64, 64]))
     y = k * rising
     shared.k.index(half).store(gl.reshape(y.to(dtype), [64, 64]))
     grown = (y * grow).to(dtype)
     if BACKWARD:
-        gl.store((w + to) + i * 128, grown)
+        gl.store((w + at) + i * 128, grown)
     else:
         shared.z.index(2 * half + 1).store(gl.reshape(grown, [64, 64]))
     return of_q, of_k
@@ -288,7 +276,7 @@ def _pairs(shared, near_q, near_k, scale):
         alike.slice(16 * j, 16, 1).store(gl.where(behind > 0, of_k, 0.0))
 
 
-@gluon.jit(do_not_specialize=["T", "sequences", "scale", "lower_bound"])
+@gluon.jit(do_not_specialize=["T", "sequences"])
 def _chunks(
     q_desc,
     k_desc,
@@ -309,8 +297,7 @@ def _chunks(
     out,
     T,
     sequences,
-    scale,
-    lower_bound,
+    numbers,
     strides,
     BACKWARD: gl.constexpr,
     C: gl.constexpr,
@@ -370,6 +357,7 @@ def _chunks(
         ks += tile * 128
         w += tile * 128
         fades += program.to(gl.int64) * 128
+        places = (qs, ks, w, fades)
         mbarrier.wait(full, 0)
         _units(shared, C.NORM)
         barrier()
@@ -383,25 +371,11 @@ def _chunks(
             if C.BIAS:
                 gate += gl.load(dt_bias + hv * 128 + channel).to(gl.float32)[None, None, :]
             of_q, of_k = _operands(
-                shared,
-                gate,
-                i,
-                speed,
-                lower_bound,
-                scale,
-                qs,
-                ks,
-                w,
-                fades,
-                of_q,
-                of_k,
-                half,
-                BACKWARD,
-                C,
+                shared, gate, i, speed, numbers, places, of_q, of_k, half, BACKWARD, C
             )
         fence_async_shared()
         barrier()
-        _pairs(shared, of_q, of_k, scale)
+        _pairs(shared, of_q, of_k, numbers[0])
         fence_async_shared()
         barrier()
         tma_store(p_desc, [program * 64, 0], q.index(0))
@@ -522,8 +496,7 @@ def launch(
         out,
         q.shape[1],
         x.sequences,
-        scale,
-        0.0 if lower_bound is None else lower_bound,
+        (scale, 0.0 if lower_bound is None else lower_bound),
         (*g.stride()[:3], *beta.stride()[:2]),
         BACKWARD=out is None,
         C=C,

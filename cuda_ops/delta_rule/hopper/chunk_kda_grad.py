@@ -47,6 +47,10 @@ from .kda import again, again_float, place, rate_of, rows_of
 # channels of the keys at a time
 _WIDTH = 32
 W = gl.constexpr(_WIDTH)
+# of products [64, W]: they, their left operand, and what goes with their columns
+_PART = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16]))
+_LEFT = gl.constexpr(gl.DotOperandLayout(0, _PART.value, 2))
+_COLUMNS = gl.constexpr(gl.SliceLayout(0, _PART.value))
 
 
 class Shared(NamedTuple):
@@ -123,15 +127,12 @@ def _at_once(
 ):
     """Writes dq of some channels; returns dk, what G gets of every token, and of all before
     the next chunk: all pairs, block by block."""
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     G: gl.constexpr = apart.type.layout
-    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, M)
     dtype: gl.constexpr = shared.z.dtype
     PART: gl.constexpr = gl.NVMMASharedLayout.get_default_for([16, W], dtype)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, W], dtype)
     FLOATS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, W], gl.float32)
-    zero = gl.zeros([64, W], gl.float32, layout=M)
+    zero = gl.zeros([64, W], gl.float32, layout=_PART)
     x_tile = reinterpret(shared.grad, dtype, [2, 64, W], TILE).index(0)
     y_tile = reinterpret(shared.grad, dtype, [2, 64, W], TILE).index(1)
     x_parts = reinterpret(x_tile, dtype, [4, 16, W], PART)
@@ -139,7 +140,7 @@ def _at_once(
     e_parts = reinterpret(shared.third, dtype, [4, 16, W], PART)
     turned = reinterpret(shared.state, gl.float32, [64, W], FLOATS)
     lists = reinterpret(shared.sums, gl.float32, [8, W], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    block = gl.arange(0, 64, layout=gl.SliceLayout(1, M)) // 16
+    block = gl.arange(0, 64, layout=gl.SliceLayout(1, _PART)) // 16
     by_o = warpgroup_mma(shared.o, shared.state, zero, use_acc=False, is_async=True)
     by_r = warpgroup_mma(shared.r, shared.state, zero, use_acc=False, is_async=True)
     rising = power(apart)
@@ -149,19 +150,19 @@ def _at_once(
     barrier()
     whole = _of_states(shared.state, shared.grad)
     by_o, by_r = warpgroup_mma_wait(0, deps=[by_o, by_r])
-    fade = power(lists.index(0).load(COLUMNS))
+    fade = power(lists.index(0).load(_COLUMNS))
     by_o *= (fade * scale)[None, :]
     by_r *= -rate[:, None] * fade[None, :]
     q_tile = _some_rows(q, q_row, of_key, count, G)
     for step in gl.static_range(4):
         if step > 0:
             # from the middle of the block before to that of this one, for it and those behind
-            fade = power(lists.index(step).load(COLUMNS) - lists.index(step - 1).load(COLUMNS))
+            fade = power(lists.index(step).load(_COLUMNS) - lists.index(step - 1).load(_COLUMNS))
             fade = gl.where((block >= step)[:, None], fade[None, :], 1.0)
             by_o *= fade
             by_r *= fade
-        z = shared.z.slice(16 * step, 16, 1).load(A)
-        m = shared.m.slice(16 * step, 16, 1).load(A)
+        z = shared.z.slice(16 * step, 16, 1).load(_LEFT)
+        m = shared.m.slice(16 * step, 16, 1).load(_LEFT)
         by_o = warpgroup_mma(z, e_parts.index(step), by_o, is_async=True)
         by_r = warpgroup_mma(m, e_parts.index(step), by_r, is_async=True)
         by_o, by_r = warpgroup_mma_wait(0, deps=[by_o, by_r])
@@ -195,27 +196,27 @@ def _at_once(
     # what G_last gets: of the states, and of what every token leaves
     near = gl.where(
         (block < 2)[:, None],
-        lists.index(1).load(COLUMNS)[None, :],
-        lists.index(3).load(COLUMNS)[None, :],
+        lists.index(1).load(_COLUMNS)[None, :],
+        lists.index(3).load(_COLUMNS)[None, :],
     )
     rest = gl.where(
         (block < 2)[:, None],
-        lists.index(0).load(COLUMNS)[None, :],
-        lists.index(2).load(COLUMNS)[None, :],
+        lists.index(0).load(_COLUMNS)[None, :],
+        lists.index(2).load(_COLUMNS)[None, :],
     )
     rest = gl.where((block % 2 == 0)[:, None], rest, near)
-    last = lists.index(7).load(COLUMNS)
-    rest = power(last[None, :] - rest) * shared.third.load(M).to(gl.float32)
+    last = lists.index(7).load(_COLUMNS)
+    rest = power(last[None, :] - rest) * shared.third.load(_PART).to(gl.float32)
     end = gl.sum(rest * by_n, 0)
-    end += power(last) * gl.convert_layout(whole, COLUMNS)
-    by_n *= power(last - lists.index(3).load(COLUMNS))[None, :]
+    end += power(last) * gl.convert_layout(whole, _COLUMNS)
+    by_n *= power(last - lists.index(3).load(_COLUMNS))[None, :]
     for step in gl.static_range(4):
         if step > 0:
-            fade = lists.index(4 - step).load(COLUMNS) - lists.index(3 - step).load(COLUMNS)
+            fade = lists.index(4 - step).load(_COLUMNS) - lists.index(3 - step).load(_COLUMNS)
             fade = power(fade)[None, :]
             by_n *= gl.where((block <= 3 - step)[:, None], fade, 1.0)
-        z = shared.z.slice(48 - 16 * step, 16).permute((1, 0)).load(A)
-        m = shared.m.slice(48 - 16 * step, 16).permute((1, 0)).load(A)
+        z = shared.z.slice(48 - 16 * step, 16).permute((1, 0)).load(_LEFT)
+        m = shared.m.slice(48 - 16 * step, 16).permute((1, 0)).load(_LEFT)
         by_n = warpgroup_mma(z, x_parts.index(3 - step), by_n, is_async=True)
         by_n = warpgroup_mma(m, y_parts.index(3 - step), by_n, is_async=True)
         by_n = warpgroup_mma_wait(0, deps=[by_n])
@@ -241,14 +242,11 @@ def _of_states(state, grad):
 def _by_bits(shared, total, rate, q, q_row, k, k_row, of_key, count, d_q, scale, C: gl.constexpr):
     """The same with no factor above 1: two tokens differ in some highest bit of their places, and
     the pairs of every bit are products of their own (see chunk_kda)."""
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     G: gl.constexpr = total.type.layout
-    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, M)
     dtype: gl.constexpr = shared.z.dtype
     TILES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, W], dtype)
     FLOATS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, W], gl.float32)
-    zero = gl.zeros([64, W], gl.float32, layout=M)
+    zero = gl.zeros([64, W], gl.float32, layout=_PART)
     z_tile, m_tile = shared.z, shared.m
     x_tile = reinterpret(shared.grad, dtype, [2, 64, W], TILES).index(0)
     y_tile = reinterpret(shared.grad, dtype, [2, 64, W], TILES).index(1)
@@ -258,28 +256,28 @@ def _by_bits(shared, total, rate, q, q_row, k, k_row, of_key, count, d_q, scale,
     by_r = warpgroup_mma(shared.r, shared.state, zero, use_acc=False, is_async=True)
     by_n = warpgroup_mma(shared.n, shared.grad, zero, use_acc=False, is_async=True)
     whole = _of_states(shared.state, shared.grad)
-    own = gl.arange(0, 64, layout=gl.SliceLayout(1, A))[:, None]
-    other = gl.arange(0, 64, layout=gl.SliceLayout(0, A))[None, :]
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, M))
-    columns = gl.arange(0, 64, layout=COLUMNS)
+    own = gl.arange(0, 64, layout=gl.SliceLayout(1, _LEFT))[:, None]
+    other = gl.arange(0, 64, layout=gl.SliceLayout(0, _LEFT))[None, :]
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, _PART))
+    columns = gl.arange(0, 64, layout=_COLUMNS)
     by_o, by_r, by_n = warpgroup_mma_wait(0, deps=[by_o, by_r, by_n])
     barrier()
     one_way.store(total)
     x_tile.store(_unit_rows(q, q_row, of_key, count, shared.units.index(0), G).to(dtype))
     y_tile.store(_unit_rows(k, k_row, of_key, count, shared.units.index(1), G).to(dtype))
     barrier()
-    sums = one_way.load(M)
-    last = lists.index(7).load(COLUMNS)
-    q_half = x_tile.load(M)
-    k_half = y_tile.load(M)
+    sums = one_way.load(_PART)
+    last = lists.index(7).load(_COLUMNS)
+    q_half = x_tile.load(_PART)
+    k_half = y_tile.load(_PART)
     by_o *= power(sums) * scale
     by_r *= power(sums) * -rate[:, None]
     by_n *= power(last[None, :] - sums) * rate[:, None]
     of_total = q_half.to(gl.float32) * by_o + k_half.to(gl.float32) * (by_r - by_n)
     end = gl.sum(by_n * k_half.to(gl.float32), 0)
-    end += power(last) * gl.convert_layout(whole, COLUMNS)
+    end += power(last) * gl.convert_layout(whole, _COLUMNS)
     # what q and k of one token give each other takes no decay
-    same = gl.where(rows[:, None] == columns[None, :], z_tile.load(M).to(gl.float32), 0.0)
+    same = gl.where(rows[:, None] == columns[None, :], z_tile.load(_PART).to(gl.float32), 0.0)
     same = gl.sum(same, 1)[:, None]
     dq = by_o + same * k_half.to(gl.float32)
     dk = by_r + by_n + same * q_half.to(gl.float32)
@@ -297,13 +295,13 @@ def _by_bits(shared, total, rate, q, q_row, k, k_row, of_key, count, d_q, scale,
         y_tile.store(y_half)
         fence_async_shared()
         barrier()
-        z = gl.where(pairs, z_tile.load(A).to(gl.float32), 0.0).to(dtype)
-        m = gl.where(pairs, m_tile.load(A).to(gl.float32), 0.0).to(dtype)
+        z = gl.where(pairs, z_tile.load(_LEFT).to(gl.float32), 0.0).to(dtype)
+        m = gl.where(pairs, m_tile.load(_LEFT).to(gl.float32), 0.0).to(dtype)
         of_q = warpgroup_mma(z, y_tile, zero, use_acc=False, is_async=True)
         of_k = warpgroup_mma(m, y_tile, zero, use_acc=False, is_async=True)
         of_q, of_k = warpgroup_mma_wait(0, deps=[of_q, of_k])
-        z = gl.where(pairs, z_tile.permute((1, 0)).load(A).to(gl.float32), 0.0).to(dtype)
-        m = gl.where(pairs, m_tile.permute((1, 0)).load(A).to(gl.float32), 0.0).to(dtype)
+        z = gl.where(pairs, z_tile.permute((1, 0)).load(_LEFT).to(gl.float32), 0.0).to(dtype)
+        m = gl.where(pairs, m_tile.permute((1, 0)).load(_LEFT).to(gl.float32), 0.0).to(dtype)
         back = warpgroup_mma(z, x_tile, zero, use_acc=False, is_async=True)
         back = warpgroup_mma(m, y_tile, back, is_async=True)
         of_total += x_half.to(gl.float32) * of_q + y_half.to(gl.float32) * of_k
@@ -340,7 +338,7 @@ def _lowest(parts):
     return (one >> 1) - (one >> 3)
 
 
-@gluon.jit(do_not_specialize=["T", "sequences", "scale", "lower_bound"])
+@gluon.jit(do_not_specialize=["T", "sequences"])
 def _inputs(
     o_desc,
     n_desc,
@@ -364,8 +362,7 @@ def _inputs(
     bias_parts,
     T,
     sequences,
-    scale,
-    lower_bound,
+    numbers,
     strides,
     REACH: gl.constexpr,
     FINE: gl.constexpr,
@@ -374,13 +371,13 @@ def _inputs(
 ):
     """All gradients of a chunk and a head but those of the states; `far`: in which parts of the
     channels a factor left the reach.  FINE: one of these parts again, bit by bit."""
+    scale, lower_bound = numbers
     q_by, k_by, g_by = strides[0:3], strides[3:6], strides[6:9]
     b_batch, b_row = strides[9:11]
     q_row, k_row, g_row = q_by[1], k_by[1], g_by[1]
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, M)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, M)
-    OF_PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     # a warp has 16 tokens, a thread two channels
     G: gl.constexpr = gl.BlockedLayout([W // 4, 2], [64 // W, W // 2], [4, 1], [1, 0])
     OF_G: gl.constexpr = gl.SliceLayout(1, G)
@@ -443,7 +440,7 @@ def _inputs(
         columns = gl.arange(0, 64, layout=COLUMNS)
         rate = rate_of(beta, rows, b_row, count, C.BETA)
         of_column = gl.convert_layout(rate, COLUMNS)
-        of_row = gl.convert_layout(rate, gl.SliceLayout(1, OF_PART))
+        of_row = gl.convert_layout(rate, gl.SliceLayout(1, _PART))
         of_wide = gl.convert_layout(rate, gl.SliceLayout(1, WIDE))
         zero = gl.zeros([64, 64], gl.float32, layout=M)
         # the lengths of the rows
@@ -597,58 +594,36 @@ def supports(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, d_out: Te
 
 def launch(
     x: Any,
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
     d_out: Tensor,
+    given: tuple[Tensor, ...],
     A_log: Tensor | None,
     dt_bias: Tensor | None,
     cu_seqlens: Tensor | None,
-    n: Tensor,
-    r: Tensor,
-    states: Tensor,
-    state_grads: Tensor,
-    d_q: Tensor,
-    d_k: Tensor,
-    d_v: Tensor,
-    d_g: Tensor,
-    d_beta: Tensor,
-    A_parts: Tensor,
-    bias_parts: Tensor,
-    scale: float,
-    lower_bound: float | None,
+    left: tuple[Tensor, ...],
+    found: tuple[Tensor, ...],
+    numbers: tuple[float, float],
     reach: float,
 ) -> None:
-    """Writes all that are named d_ and the parts."""
+    """Writes all that is `found`, from q, k, g and beta and what the walks left."""
+    n, r, *states = left
     programs = x.count * x.constants.HV
-    far = memory.empty((programs,), torch.int32, q.device)
+    far = memory.empty((programs,), torch.int32, d_out.device)
     rows, wide = programs * CHUNK, programs * 128
     for fine in (False, True):
         launches.kernel(_inputs, programs * (128 // _WIDTH if fine else 1))(
             rows_of(d_out, x.constants.VARLEN, 128),
             *(describe_matrix(y, rows, 128, [CHUNK, 128]) for y in (n, r)),
-            *(describe_matrix(y, wide, 128, [128, _WIDTH]) for y in (states, state_grads)),
-            q,
-            k,
-            g,
-            beta,
+            *(describe_matrix(y, wide, 128, [128, _WIDTH]) for y in states),
+            *given,
             A_log,
             dt_bias,
             cu_seqlens,
             far,
-            d_q,
-            d_k,
-            d_v,
-            d_g,
-            d_beta,
-            A_parts,
-            bias_parts,
-            q.shape[1],
+            *found,
+            d_out.shape[1],
             x.sequences,
-            scale,
-            0.0 if lower_bound is None else lower_bound,
-            (*q.stride()[:3], *k.stride()[:3], *g.stride()[:3], *beta.stride()[:2]),
+            numbers,
+            (*(s for y in given[:3] for s in y.stride()[:3]), *given[3].stride()[:2]),
             REACH=reach,
             FINE=fine,
             C=x.constants,

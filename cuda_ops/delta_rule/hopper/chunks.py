@@ -6,7 +6,8 @@ sequence lies, decays within a chunk of 64 tokens, and the first kernel, that of
 
 from __future__ import annotations
 
-import triton
+from typing import Any, NamedTuple
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,11 +19,119 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...common.chunks import Constants
 from ...common.gluon_names import barrier, reinterpret, tma_store
 from ...common.hopper.tma import at, describe, describe_matrix, forget, load_box
 from ...runtime import launches
 
 CHUNK = 64
+
+# of products [64, 64] of four warps: they, their left operand, what goes with their rows and
+# columns; and of lists of tokens
+SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE.value, 2))
+ROWS = gl.constexpr(gl.SliceLayout(1, SQUARE.value))
+COLUMNS = gl.constexpr(gl.SliceLayout(0, SQUARE.value))
+TOKENS = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
+
+# of the kernels: what none is compiled anew for
+NUMBERS = ["T", "sequences", "scale"]
+
+
+class Tiles(NamedTuple):
+    """Places of chunks in shared memory that a producer fills ahead of a walk."""
+
+    q: Any
+    k: Any
+    v: Any
+    t: Any
+    p: Any
+
+
+class Walked(NamedTuple):
+    """What a program of a walk has: its sequence, where that lies, a head and 64 of its columns."""
+
+    sequence: Any
+    start: Any
+    length: Any
+    first_chunk: Any
+    hv: Any
+    block: Any
+
+
+@gluon.jit
+def tiles_of(dtype: gl.constexpr, DK: gl.constexpr, STAGES: gl.constexpr):
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DK], dtype)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    q = gl.allocate_shared_memory(dtype, [STAGES, 64, DK], WIDE)
+    k = gl.allocate_shared_memory(dtype, [STAGES, 64, DK], WIDE)
+    v = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
+    t = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
+    p = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
+    return Tiles(q, k, v, t, p)
+
+
+@gluon.jit
+def square_of(dtype: gl.constexpr):
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    return gl.allocate_shared_memory(dtype, [64, 64], TILE)
+
+
+@gluon.jit
+def place_of_state(head, block, k_step, v_step, DK: gl.constexpr, DV: gl.constexpr):
+    """Where 64 columns of the state of a head [DV, DK] lie, from column 64 `block` on."""
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
+    cv = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STATE))
+    ck = gl.arange(0, DK, layout=gl.SliceLayout(0, STATE))
+    return head * (DV * DK) + cv[:, None] * v_step + ck[None, :] * k_step
+
+
+@gluon.jit
+def held(base, at):
+    """A state in float32; zeros where there is none."""
+    if base is not None:
+        state = gl.load(base + at).to(gl.float32)
+    else:
+        state = gl.zeros(at.shape, gl.float32, layout=at.type.layout)
+    return state
+
+
+@gluon.jit
+def by_keys(state, k, zero):
+    """k S of a chunk, transposed, begun."""
+    turned = gl.convert_layout(state, LEFT)
+    return warpgroup_mma(turned, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def taken_in(state, x, factor, k):
+    """(S + k^T (factor x), transposed; x in 16 bits)."""
+    A: gl.constexpr = gl.DotOperandLayout(0, state.type.layout, 2)
+    left = gl.convert_layout((x * factor[None, :]).to(k.dtype), A)
+    flight = warpgroup_mma(left, k, state, is_async=True)
+    half = x.to(k.dtype)
+    return warpgroup_mma_wait(0, deps=[flight]), half
+
+
+@gluon.jit
+def put_turned(x, place):
+    """x^T into `place`, once what was there has been copied."""
+    tma.store_wait(0)
+    barrier()
+    place.permute((1, 0)).store(x.to(place.dtype))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def put_beside(state, to_state, x, place):
+    """The same, and a state into `to_state`."""
+    tma.store_wait(0)
+    barrier()
+    to_state.store(state)
+    place.permute((1, 0)).store(x)
+    fence_async_shared()
+    barrier()
 
 
 @gluon.jit
@@ -55,6 +164,22 @@ def tokens_of(s, each, before, sequence, T):
     start = gl.minimum(gl.max(gl.where(before, ends, 0), 0), T)
     length = gl.sum(gl.where(s == sequence, each, 0), 0)
     return start, gl.minimum(length, T - start)
+
+
+@gluon.jit
+def place_of(lengths, chunk, T, sequences, SEQUENCES: gl.constexpr, VARLEN: gl.constexpr):
+    """(start, first, length) of a chunk: its sequence's first token, its own first token there, and
+    the sequence's length."""
+    start = chunk * 0
+    first = chunk * 64
+    length = T
+    if VARLEN:
+        s, each = lengths_of(lengths, T, sequences, SEQUENCES)
+        ends = gl.associative_scan((each + 63) // 64, 0, add_lengths)
+        before = ends <= chunk
+        first = (chunk - gl.max(gl.where(before, ends, 0), 0)) * 64
+        start, length = tokens_of(s, each, before, gl.sum(before.to(gl.int32), 0), T)
+    return start, first, length
 
 
 @gluon.jit
@@ -191,7 +316,7 @@ def rate_of(beta, valid, BETA: gl.constexpr):
     return rate
 
 
-@gluon.jit(do_not_specialize=["T", "sequences", "scale"])
+@gluon.jit(do_not_specialize=NUMBERS)
 def _prepare(
     q_desc,
     k_desc,
@@ -206,25 +331,15 @@ def _prepare(
     T,
     sequences,
     scale,
-    b_row,
-    g_row,
-    NV: gl.constexpr,
-    DK: gl.constexpr,
-    GROUP: gl.constexpr,
-    SEQUENCES: gl.constexpr,
-    VARLEN: gl.constexpr,
-    BETA: gl.constexpr,
-    GATE: gl.constexpr,
-    num_warps: gl.constexpr,
+    strides,
+    C: gl.constexpr,
 ):
     """T' and P of a chunk and a value head; where `rates` are wanted, T - I instead of T'."""
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
-    ROWS: gl.constexpr = gl.SliceLayout(1, M)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, M)
-    TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [num_warps], [0])
+    b_row, g_row = strides
     dtype: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     HALVES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    DK: gl.constexpr = C.DK
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DK], dtype)
     q = gl.allocate_shared_memory(dtype, [64, DK], WIDE)
     k = gl.allocate_shared_memory(dtype, [64, DK], WIDE)
@@ -232,16 +347,8 @@ def _prepare(
     full = bars.index(0)
     chunk = gl.program_id(0)
     hv = gl.program_id(1)
-    h = hv // GROUP
-    start = 0
-    first = chunk * 64
-    length = T
-    if VARLEN:
-        s, each = lengths_of(lengths, T, sequences, SEQUENCES)
-        ends = gl.associative_scan((each + 63) // 64, 0, add_lengths)
-        before = ends <= chunk
-        first = (chunk - gl.max(gl.where(before, ends, 0), 0)) * 64
-        start, length = tokens_of(s, each, before, gl.sum(before.to(gl.int32), 0), T)
+    h = hv // (C.NV // C.N)
+    start, first, length = place_of(lengths, chunk, T, sequences, C.SEQUENCES, C.VARLEN)
     if first < length:
         mbarrier.init(full, count=1)
         fence_async_shared()
@@ -259,7 +366,7 @@ def _prepare(
         i = gl.arange(0, 64, layout=TOKENS)
         valid = first + i < length
         token = (start + first + i).to(gl.int64)
-        zero = gl.zeros([64, 64], gl.float32, layout=M)
+        zero = gl.zeros([64, 64], gl.float32, layout=SQUARE)
         mbarrier.wait(full, 0)
         kk = warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         qk = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -274,8 +381,8 @@ def _prepare(
         else:
             dt_high = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
             b_low = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
-        place = (chunk * NV + hv) * 64
-        total, last = decay_of(g, token * g_row + hv, valid, GATE)
+        place = (chunk * C.NV + hv) * 64
+        total, last = decay_of(g, token * g_row + hv, valid, C.GATE)
         gl.store(grown + place.to(gl.int64) + i, gl.exp(total))
         gl.store(left + place.to(gl.int64) + i, gl.exp(last - total))
         causal, fading = fading_of(total, rows, columns)
@@ -287,9 +394,9 @@ def _prepare(
         barrier()
         tma_store(p_desc, [place, 0], tile)
         # made again: nothing but k k^T is held while P is written
-        total, _last = decay_of(g, token * g_row + hv, valid, GATE)
-        if BETA:
-            rate = rate_of(beta + token * b_row + hv, valid, BETA)
+        total, _last = decay_of(g, token * g_row + hv, valid, C.GATE)
+        if C.BETA:
+            rate = rate_of(beta + token * b_row + hv, valid, C.BETA)
         else:
             rate = gl.where(valid, 1.0, 0.0)
         _seen, fading = fading_of(total, rows, columns)
@@ -316,58 +423,63 @@ def _prepare(
 
 
 @gluon.jit
+def sequence_of(lengths, sequence, T, sequences, SEQUENCES: gl.constexpr, VARLEN: gl.constexpr):
+    """(first token, length, first chunk) of a sequence."""
+    start = 0
+    length = T
+    first_chunk = sequence * 0
+    if VARLEN:
+        s, each = lengths_of(lengths, T, sequences, SEQUENCES)
+        start, length = tokens_of(s, each, s < sequence, sequence, T)
+        # before a sequence with tokens; before another it may wrap, and is not used
+        first_chunk = gl.sum(gl.where(s < sequence, (each + 63) // 64, 0), 0)
+    return start, length, first_chunk
+
+
+@gluon.jit
 def columns_at(head, first, count, row, block):
     """Coordinates of row `row` of a sequence, from column 64 `block` on."""
     where = at(0, head, first, count, row, True)
     return [where[0], where[1], where[2], where[3], block * 64]
 
 
+@gluon.jit
+def columns_of(of, row):
+    """The same of what a program of a walk has."""
+    return columns_at(of.hv, of.start, of.length, row, of.block)
+
+
 def triangles(
     query: Tensor,
     key: Tensor,
-    NV: int,
     beta: Tensor | None,
-    rate: int,
     lengths: Tensor | None,
     scale: float,
     g: Tensor | None,
-    t: Tensor,
-    p: Tensor,
-    grown: Tensor,
-    left: Tensor,
+    made: tuple[Tensor, ...],
     rates: Tensor | None,
     sequences: int,
+    C: Constants,
 ) -> None:
-    """Writes T', or T - I and `rates`, P, exp(G) and exp(G_last - G) of all chunks."""
-    T, N, DK = key.shape
-    chunks = grown.numel() // (NV * CHUNK)
-    q_desc, k_desc = (describe(x, CHUNK, DK, True) for x in (query, key))
-    t_desc, p_desc = (describe_matrix(x, grown.numel(), CHUNK, [CHUNK, CHUNK]) for x in (t, p))
+    """Writes what was `made` for it: T', or T - I and `rates`, P, exp(G) and exp(G_last - G) of all
+    chunks."""
+    t, p, *listed = made
+    rows = t.shape[0]
     # 128 registers: four programs a multiprocessor.  H200, 4096 tokens of 32 heads: 60 us; for all
     # value heads of a key head at once, with two products shared, it took 8 more
-    launches.kernel(_prepare, chunks, NV)(
-        q_desc,
-        k_desc,
-        t_desc,
-        p_desc,
+    launches.kernel(_prepare, rows // (C.NV * CHUNK), C.NV)(
+        *(describe(x, CHUNK, C.DK, True) for x in (query, key)),
+        *(describe_matrix(x, rows, CHUNK, [CHUNK, CHUNK]) for x in (t, p)),
         beta,
         g,
         lengths,
-        grown,
-        left,
+        *listed,
         rates,
-        T,
+        key.shape[0],
         sequences,
         scale,
-        0 if beta is None else beta.stride(0),
-        0 if g is None else g.stride(0),
-        NV=NV,
-        DK=DK,
-        GROUP=NV // N,
-        SEQUENCES=max(32, triton.next_power_of_2(sequences)),
-        VARLEN=lengths is not None,
-        BETA=rate,
-        GATE=g is not None,
+        tuple(0 if x is None else x.stride(0) for x in (beta, g)),
+        C=C,
         num_warps=4,
         maxnreg=128,
     )

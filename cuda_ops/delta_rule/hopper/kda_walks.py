@@ -14,7 +14,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -22,14 +21,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common import gpu
-from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
+from ...common.gluon_names import reinterpret, tma_load, tma_store
 from ...common.hopper.barriers import in_turn
 from ...common.hopper.tma import aligned, at, describe_matrix, describe_row
 from ...runtime import launches
-from .chunks import CHUNK
+from .chunks import (
+    CHUNK,
+    COLUMNS,
+    LEFT,
+    SQUARE,
+    by_keys,
+    held,
+    place_of_state,
+    put_beside,
+    put_turned,
+    taken_in,
+)
 from .kda import pieces, rows_of
 
-_STAGES = 2
+_STAGES = gl.constexpr(2)
 
 
 class Walk(NamedTuple):
@@ -49,240 +59,143 @@ class Walk(NamedTuple):
     empty: Any
 
 
+class WalkConstants(NamedTuple):
+    HV: int
+    PIECES: int
+    VARLEN: bool
+
+
+class Walked(NamedTuple):
+    """What a program has: where its sequence lies, a head and 64 of its columns."""
+
+    sequence: Any
+    batch: Any
+    start: Any
+    length: Any
+    chunks: Any
+    first_chunk: Any
+    nowhere: Any
+    hv: Any
+    block: Any
+
+
 @gluon.jit
 def _put(half, to_state, state_desc, row, x, to_x, x_desc, x_row, block):
     """A state beside its chunk, and the n or R of the chunk before it, from x^T."""
-    tma.store_wait(0)
-    barrier()
-    to_state.store(half)
-    to_x.permute((1, 0)).store(x)
-    fence_async_shared()
-    barrier()
+    put_beside(half, to_state, x, to_x)
     tma_store(state_desc, [row, 0], to_state)
     tma_store(x_desc, [x_row, block * 64], to_x)
 
 
 @gluon.jit
-def _over_states(
-    shared,
-    state_desc,
-    n_desc,
-    initial,
-    whole_at,
-    chunks,
-    first_chunk,
-    nowhere,
-    hv,
-    block,
-    C: gl.constexpr,
-):
-    full, empty = shared.full, shared.empty
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
-    AS: gl.constexpr = gl.DotOperandLayout(0, MS, 2)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, M)
+def _over_states(shared, state_desc, n_desc, state, of, C: gl.constexpr):
     dtype: gl.constexpr = shared.kg.dtype
-    zero = gl.zeros([64, 64], gl.float32, layout=M)
-    if C.INITIAL:
-        state = gl.load(initial + whole_at).to(gl.float32)
-    else:
-        state = gl.zeros([64, 128], gl.float32, layout=MS)
+    zero = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     n_half = zero.to(dtype)
-    for c in range(chunks):
-        stage = c % C.STAGES
+    for c in range(of.chunks):
+        stage = c % _STAGES
         half = state.to(dtype)
-        mbarrier.wait(full.index(stage), (c // C.STAGES) & 1)
-        known = warpgroup_mma(
-            gl.convert_layout(half, A),
-            shared.kg.index(stage).permute((1, 0)),
-            zero,
-            use_acc=False,
-            is_async=True,
-        )
+        mbarrier.wait(shared.full.index(stage), (c // _STAGES) & 1)
+        known = by_keys(half, shared.kg.index(stage), zero)
         rate = shared.rates.index(stage).load(COLUMNS)
-        value = shared.v.index(stage).permute((1, 0)).load(M).to(gl.float32)
-        number = (first_chunk + c) * C.HV + hv
-        x_row = gl.where(c > 0, (number - C.HV) * 64, nowhere)
-        row = number * 128 + block * 64
-        _put(half, shared.to_state, state_desc, row, n_half, shared.to_x, n_desc, x_row, block)
+        value = shared.v.index(stage).permute((1, 0)).load(SQUARE).to(gl.float32)
+        number = (of.first_chunk + c) * C.HV + of.hv
+        x_row = gl.where(c > 0, (number - C.HV) * 64, of.nowhere)
+        row = number * 128 + of.block * 64
+        _put(half, shared.to_state, state_desc, row, n_half, shared.to_x, n_desc, x_row, of.block)
         # the state as well: ptxas would scale it, and wait for the product, before it is stored
         known, state = warpgroup_mma_wait(0, deps=[known, state])
         x = value - known
-        x_half = gl.convert_layout((x * rate[None, :]).to(dtype), A)
+        x_half = gl.convert_layout((x * rate[None, :]).to(dtype), LEFT)
         n = warpgroup_mma(x_half, shared.t.index(stage).permute((1, 0)), x, is_async=True)
-        state = state * shared.fades.index(stage).load(gl.SliceLayout(0, MS))[None, :]
+        state = (
+            state * shared.fades.index(stage).load(gl.SliceLayout(0, state.type.layout))[None, :]
+        )
         n = warpgroup_mma_wait(0, deps=[n])
-        n_left = gl.convert_layout((n * rate[None, :]).to(dtype), AS)
-        s_flight = warpgroup_mma(n_left, shared.ks.index(stage), state, is_async=True)
-        n_half = n.to(dtype)
-        state = warpgroup_mma_wait(0, deps=[s_flight])
-        mbarrier.arrive(empty.index(stage))
-    if chunks > 0:
-        _put_last(n_half, shared.to_x, n_desc, ((first_chunk + chunks - 1) * C.HV + hv) * 64, block)
+        state, n_half = taken_in(state, n, rate, shared.ks.index(stage))
+        mbarrier.arrive(shared.empty.index(stage))
+    if of.chunks > 0:
+        _put_last(
+            n_half,
+            shared.to_x,
+            n_desc,
+            ((of.first_chunk + of.chunks - 1) * C.HV + of.hv) * 64,
+            of.block,
+        )
     tma.store_wait(0)
 
 
 @gluon.jit
 def _put_last(x, to_x, x_desc, x_row, block):
-    tma.store_wait(0)
-    barrier()
-    to_x.permute((1, 0)).store(x)
-    fence_async_shared()
-    barrier()
+    put_turned(x, to_x)
     tma_store(x_desc, [x_row, block * 64], to_x)
 
 
 @gluon.jit
 def _over_gradients(
-    shared,
-    state_desc,
-    r_desc,
-    d_final,
-    d_initial,
-    whole_at,
-    chunks,
-    first_chunk,
-    nowhere,
-    hv,
-    block,
-    C: gl.constexpr,
+    shared, state_desc, r_desc, grad, initial, d_initial, whole_at, of, C: gl.constexpr
 ):
-    full, empty = shared.full, shared.empty
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
-    AS: gl.constexpr = gl.DotOperandLayout(0, MS, 2)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, M)
     dtype: gl.constexpr = shared.kg.dtype
-    zero = gl.zeros([64, 64], gl.float32, layout=M)
-    if C.FINAL:
-        grad = gl.load(d_final + whole_at).to(gl.float32)
-    else:
-        grad = gl.zeros([64, 128], gl.float32, layout=MS)
+    zero = gl.zeros([64, 64], gl.float32, layout=SQUARE)
     r_half = zero.to(dtype)
-    for step in range(chunks):
-        stage = step % C.STAGES
-        c = chunks - 1 - step
+    for step in range(of.chunks):
+        stage = step % _STAGES
+        c = of.chunks - 1 - step
         half = grad.to(dtype)
-        mbarrier.wait(full.index(stage), (step // C.STAGES) & 1)
+        mbarrier.wait(shared.full.index(stage), (step // _STAGES) & 1)
         d_out = shared.v.index(stage).permute((1, 0))
         x = warpgroup_mma(d_out, shared.p.index(stage), zero, use_acc=False, is_async=True)
         x = warpgroup_mma(
-            gl.convert_layout(half, A),
+            gl.convert_layout(half, LEFT),
             shared.ks.index(stage).permute((1, 0)),
             x,
             is_async=True,
         )
-        number = (first_chunk + c) * C.HV + hv
-        x_row = gl.where(step > 0, (number + C.HV) * 64, nowhere)
-        row = number * 128 + block * 64
-        _put(half, shared.to_state, state_desc, row, r_half, shared.to_x, r_desc, x_row, block)
-        grad = grad * shared.fades.index(stage).load(gl.SliceLayout(0, MS))[None, :]
+        number = (of.first_chunk + c) * C.HV + of.hv
+        x_row = gl.where(step > 0, (number + C.HV) * 64, of.nowhere)
+        row = number * 128 + of.block * 64
+        _put(half, shared.to_state, state_desc, row, r_half, shared.to_x, r_desc, x_row, of.block)
+        grad = grad * shared.fades.index(stage).load(gl.SliceLayout(0, grad.type.layout))[None, :]
         q_flight = warpgroup_mma(d_out, shared.qs.index(stage), grad, is_async=True)
         rate = shared.rates.index(stage).load(COLUMNS)
         x = warpgroup_mma_wait(1, deps=[x])
-        x_half = gl.convert_layout((x * rate[None, :]).to(dtype), A)
+        x_half = gl.convert_layout((x * rate[None, :]).to(dtype), LEFT)
         r_flight = warpgroup_mma(x_half, shared.t.index(stage), x, is_async=True)
         grad = warpgroup_mma_wait(1, deps=[q_flight])
         r = warpgroup_mma_wait(0, deps=[r_flight])
-        r_left = gl.convert_layout((r * -rate[None, :]).to(dtype), AS)
-        g_flight = warpgroup_mma(r_left, shared.kg.index(stage), grad, is_async=True)
-        r_half = r.to(dtype)
-        grad = warpgroup_mma_wait(0, deps=[g_flight])
-        mbarrier.arrive(empty.index(stage))
-    if chunks > 0:
-        _put_last(r_half, shared.to_x, r_desc, (first_chunk * C.HV + hv) * 64, block)
-    if C.INITIAL:
+        grad, r_half = taken_in(grad, r, -rate, shared.kg.index(stage))
+        mbarrier.arrive(shared.empty.index(stage))
+    if of.chunks > 0:
+        _put_last(r_half, shared.to_x, r_desc, (of.first_chunk * C.HV + of.hv) * 64, of.block)
+    if initial is not None:
         gl.store(d_initial + whole_at, grad.to(d_initial.dtype.element_ty))
     tma.store_wait(0)
 
 
 @gluon.jit
-def _consumer(
-    shared,
-    n_desc,
-    r_desc,
-    states_desc,
-    grads_desc,
-    initial,
-    d_final,
-    d_initial,
-    chunks,
-    first_chunk,
-    sequence,
-    nowhere,
-    hv,
-    block,
-    back,
-    k_step,
-    v_step,
-    C: gl.constexpr,
-):
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    cv = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
-    ck = gl.arange(0, 128, layout=gl.SliceLayout(0, MS))
-    whole_at = (sequence.to(gl.int64) * C.HV + hv) * (128 * 128)
-    whole_at = whole_at + cv[:, None] * v_step + ck[None, :] * k_step
+def _consumer(shared, described, ends, of, back, steps, C: gl.constexpr):
+    n_desc, r_desc, states_desc, grads_desc = described
+    initial, d_final, d_initial = ends
+    k_step, v_step = steps
+    head = of.sequence.to(gl.int64) * C.HV + of.hv
+    whole_at = place_of_state(head, of.block, k_step, v_step, 128, 128)
     if back == 0:
-        _over_states(
-            shared,
-            states_desc,
-            n_desc,
-            initial,
-            whole_at,
-            chunks,
-            first_chunk,
-            nowhere,
-            hv,
-            block,
-            C,
-        )
+        _over_states(shared, states_desc, n_desc, held(initial, whole_at), of, C)
     else:
-        _over_gradients(
-            shared,
-            grads_desc,
-            r_desc,
-            d_final,
-            d_initial,
-            whole_at,
-            chunks,
-            first_chunk,
-            nowhere,
-            hv,
-            block,
-            C,
-        )
+        grad = held(d_final, whole_at)
+        _over_gradients(shared, grads_desc, r_desc, grad, initial, d_initial, whole_at, of, C)
 
 
 @gluon.jit
-def _producer(
-    shared,
-    v_desc,
-    o_desc,
-    qs_desc,
-    ks_desc,
-    kg_desc,
-    t_desc,
-    p_desc,
-    fades_desc,
-    rates_desc,
-    batch,
-    start,
-    length,
-    chunks,
-    first_chunk,
-    hv,
-    block,
-    back,
-    C: gl.constexpr,
-):
+def _producer(shared, described, of, back, C: gl.constexpr):
+    v_desc, o_desc, qs_desc, ks_desc, kg_desc, t_desc, p_desc, fades_desc, rates_desc = described
+    _sequence, batch, start, length, chunks, first_chunk, _nowhere, hv, block = of
     dtype: gl.constexpr = shared.kg.dtype
     for step in range(chunks):
         c = gl.where(back == 0, step, chunks - 1 - step)
-        stage = step % C.STAGES
+        stage = step % _STAGES
         ready = shared.full.index(stage)
-        mbarrier.wait(shared.empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
+        mbarrier.wait(shared.empty.index(stage), ((step // _STAGES) & 1) ^ 1)
         where = at(batch, hv, start, length, c * 64, C.VARLEN, block * 64)
         number = (first_chunk + c) * C.HV + hv
         tile = number * 64
@@ -333,10 +246,8 @@ def _walks(
     k_step,
     v_step,
     C: gl.constexpr,
-    num_warps: gl.constexpr,
 ):
     """n and the states of a sequence, or R and their gradients, for 64 columns of one head."""
-    STAGES: gl.constexpr = C.STAGES
     dtype: gl.constexpr = kg_desc.dtype
     LONG: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
@@ -359,67 +270,26 @@ def _walks(
     else:
         first_chunk = sequence * ((T + 63) // 64)
     chunks = (length + 63) // 64
-    qs = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], LONG)
-    ks = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], LONG)
-    kg = gl.allocate_shared_memory(dtype, [STAGES, 64, 128], LONG)
-    v = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
-    t = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
-    p = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
+    qs = gl.allocate_shared_memory(dtype, [_STAGES, 64, 128], LONG)
+    ks = gl.allocate_shared_memory(dtype, [_STAGES, 64, 128], LONG)
+    kg = gl.allocate_shared_memory(dtype, [_STAGES, 64, 128], LONG)
+    v = gl.allocate_shared_memory(dtype, [_STAGES, 64, 64], TILE)
+    t = gl.allocate_shared_memory(dtype, [_STAGES, 64, 64], TILE)
+    p = gl.allocate_shared_memory(dtype, [_STAGES, 64, 64], TILE)
     to_state = gl.allocate_shared_memory(dtype, [64, 128], LONG)
     to_x = gl.allocate_shared_memory(dtype, [64, 64], TILE)
-    fades = gl.allocate_shared_memory(gl.float32, [STAGES, 128], fades_desc.layout)
-    rates = gl.allocate_shared_memory(gl.float32, [STAGES, 64], rates_desc.layout)
-    full, empty = in_turn(STAGES, 1)
+    fades = gl.allocate_shared_memory(gl.float32, [_STAGES, 128], fades_desc.layout)
+    rates = gl.allocate_shared_memory(gl.float32, [_STAGES, 64], rates_desc.layout)
+    full, empty = in_turn(_STAGES, 1)
     shared = Walk(qs, ks, kg, v, t, p, fades, rates, to_state, to_x, full, empty)
+    arriving = (v_desc, o_desc, qs_desc, ks_desc, kg_desc, t_desc, p_desc, fades_desc, rates_desc)
+    leaving = (n_desc, r_desc, states_desc, grads_desc)
+    ends = (initial, d_final, d_initial)
+    of = Walked(sequence, batch, start, length, chunks, first_chunk, nowhere, hv, block)
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (
-                    shared,
-                    n_desc,
-                    r_desc,
-                    states_desc,
-                    grads_desc,
-                    initial,
-                    d_final,
-                    d_initial,
-                    chunks,
-                    first_chunk,
-                    sequence,
-                    nowhere,
-                    hv,
-                    block,
-                    back,
-                    k_step,
-                    v_step,
-                    C,
-                ),
-            ),
-            (
-                _producer,
-                (
-                    shared,
-                    v_desc,
-                    o_desc,
-                    qs_desc,
-                    ks_desc,
-                    kg_desc,
-                    t_desc,
-                    p_desc,
-                    fades_desc,
-                    rates_desc,
-                    batch,
-                    start,
-                    length,
-                    chunks,
-                    first_chunk,
-                    hv,
-                    block,
-                    back,
-                    C,
-                ),
-            ),
+            (_consumer, (shared, leaving, ends, of, back, (k_step, v_step), C)),
+            (_producer, (shared, arriving, of, back, C)),
         ],
         [1],
         [24],
@@ -437,15 +307,6 @@ def supports(q: Tensor, v: Tensor, d_out: Tensor) -> bool:
         and aligned(v, d_out)
         and all(0 < step < 2**34 and step % 8 == 0 for x in (v, d_out) for step in x.stride()[:-1])
     )
-
-
-class WalkConstants(NamedTuple):
-    HV: int
-    PIECES: int
-    VARLEN: bool
-    STAGES: int
-    FINAL: bool
-    INITIAL: bool
 
 
 def launch(
@@ -483,8 +344,6 @@ def launch(
         rows,
         k_step,
         v_step,
-        C=WalkConstants(
-            C.HV, C.PIECES, C.VARLEN, _STAGES, d_final is not None, initial is not None
-        ),
+        C=WalkConstants(C.HV, C.PIECES, C.VARLEN),
         num_warps=4,
     )

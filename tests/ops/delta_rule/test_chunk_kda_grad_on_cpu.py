@@ -122,8 +122,8 @@ def test_inputs(bounds, dtype, decay, here):
     got = [torch.full_like(y, torch.nan) for y in (q, k, v, g, beta)]
     none = torch.empty(0, D)
     chunk_kda_grad.launch(
-        x, q, k, g, beta, d_out, None, None, cu, n, r, states, grads, *got, none, none,
-        D**-0.5, None, REACH[dtype],
+        x, d_out, (q, k, g, beta), None, None, cu, (n, r, states, grads), (*got, none, none),
+        (D**-0.5, 0.0), REACH[dtype],
     )  # fmt: skip
     want = [torch.zeros_like(y, dtype=torch.float64) for y in got]
     for sequence, (start, end) in enumerate(pieces):
