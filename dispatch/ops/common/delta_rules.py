@@ -82,6 +82,5 @@ def gradients(c: Checker, query: str, of_value: str, of_state: str, x: Mapping[s
     c.shape("d_out", d_out, of_value)
     c.dense_rows(d_out=d_out)
     if d_final_state is not None:
-        c.floating("d_final_state", d_final_state)
-        c.shape("d_final_state", d_final_state, of_state)
+        c.floats("d_final_state", d_final_state, of_state)
         c.contiguous(d_final_state=d_final_state)

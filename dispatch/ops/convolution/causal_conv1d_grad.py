@@ -12,12 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ..common import convolutions
 from . import causal_conv1d
-from .causal_conv1d import inputs
 
 SCHEMA = (
     "npu_causal_conv1d_grad(Tensor x, Tensor weight, Tensor d_out, Tensor? bias=None, *,"
@@ -35,10 +33,9 @@ class Arguments(causal_conv1d.Arguments):
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def check(**a: Unpack[Arguments]) -> None:
+def check(c: Checker, a: Arguments) -> None:
     x, d_out, d_final_states = a["x"], a["d_out"], a["d_final_states"]
-    c = Checker("npu_causal_conv1d_grad")
-    inputs(c, a)
+    causal_conv1d.check(c, a)
     c.same_device(x=x, d_out=d_out, d_final_states=d_final_states)
     c.same_dtype(x=x, d_out=d_out)
     c.shape("d_out", d_out, "B S D" if a["query_start_loc"] is None else "T D")

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from . import compressor_dense
-from .compressor_dense import ARGUMENTS, inputs
+from .compressor_dense import ARGUMENTS
 
 SCHEMA = (
     f"npu_compressor_dense_grad(Tensor d_out, {ARGUMENTS})"
@@ -25,10 +24,9 @@ class Arguments(compressor_dense.Arguments):
     d_out: Tensor
 
 
-def check(**a: Unpack[Arguments]) -> None:
+def check(c: Checker, a: Arguments) -> None:
     x, d_out = a["x"], a["d_out"]
-    c = Checker("npu_compressor_dense_grad")
-    inputs(c, a)
+    compressor_dense.check(c, a)
     c.same_device(x=x, d_out=d_out)
     c.same_dtype(x=x, d_out=d_out)
     c.shape("d_out", d_out, "B C D" if a["cu_seqlens"] is None else "E D")

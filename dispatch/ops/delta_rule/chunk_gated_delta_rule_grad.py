@@ -15,7 +15,6 @@ from typing_extensions import Unpack
 from ...check import Checker
 from ..common import delta_rules
 from . import chunk_gated_delta_rule
-from .chunk_gated_delta_rule import inputs
 
 SCHEMA = (
     "npu_chunk_gated_delta_rule_grad(Tensor query, Tensor key, Tensor value, Tensor d_out, *,"
@@ -35,9 +34,8 @@ class Arguments(chunk_gated_delta_rule.Arguments):
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def check(**x: Unpack[Arguments]) -> None:
-    c = Checker("npu_chunk_gated_delta_rule_grad")
-    inputs(c, x)
+def check(c: Checker, x: Arguments) -> None:
+    chunk_gated_delta_rule.check(c, x)
     delta_rules.gradients(c, "query", "T Nv Dv", "B Nv Dv Dk", x)
 
 

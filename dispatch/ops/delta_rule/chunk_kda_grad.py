@@ -12,12 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ..common import delta_rules
 from . import chunk_kda
-from .chunk_kda import LEARNED, OPTIONS, STATES, inputs
+from .chunk_kda import LEARNED, OPTIONS, STATES
 
 SCHEMA = (
     "npu_chunk_kda_grad(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor d_out, *,"
@@ -35,9 +34,8 @@ class Arguments(chunk_kda.Arguments):
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def check(**x: Unpack[Arguments]) -> None:
-    c = Checker("npu_chunk_kda_grad")
-    inputs(c, x)
+def check(c: Checker, x: Arguments) -> None:
+    chunk_kda.check(c, x)
     delta_rules.gradients(c, "q", "B T HV V", STATES[x["state_layout"]], x)
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from . import gated_rms_norm
-from .gated_rms_norm import inputs, like
+from .gated_rms_norm import like
 
 SCHEMA = (
     "npu_gated_rms_norm_grad(Tensor x, Tensor gate, Tensor weight, Tensor d_out,"
@@ -26,10 +25,9 @@ class Arguments(gated_rms_norm.Arguments):
     d_out: Tensor
 
 
-def check(**a: Unpack[Arguments]) -> None:
+def check(c: Checker, a: Arguments) -> None:
     x, d_out = a["x"], a["d_out"]
-    c = Checker("npu_gated_rms_norm_grad")
-    inputs(c, a)
+    gated_rms_norm.check(c, a)
     c.same_device(x=x, d_out=d_out)
     c.same_dtype(x=x, d_out=d_out)
     like(c, "d_out", d_out, x)

@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from torch import Tensor
-from typing_extensions import Unpack
 
-from ...check import Checker
+from ...check import Checker, tensors
 from ...op_spec import UNLIMITED
 from ..common import layouts
 from .lightning_indexer import inputs
@@ -42,30 +41,17 @@ class Arguments(TypedDict):
     next_tokens: int | None
 
 
-def check(**x: Unpack[Arguments]) -> None:
-    query, dy, sparse_indices, layout = x["query"], x["dy"], x["sparse_indices"], x["layout"]
-    c = Checker("npu_lightning_indexer_grad")
-    layout, rows, keys = layouts.layout(c, layout)
+def check(c: Checker, x: Arguments) -> None:
+    query, dy, sparse_indices = x["query"], x["dy"], x["sparse_indices"]
+    layout, rows, keys = layouts.layout(c, x["layout"])
     inputs(c, rows, keys, query, x["key"], x["weights"])
-    c.same_device(
-        query=query,
-        dy=dy,
-        sparse_indices=sparse_indices,
-        actual_seq_lengths_query=x["actual_seq_lengths_query"],
-        actual_seq_lengths_key=x["actual_seq_lengths_key"],
-    )
+    c.same_device(**tensors(x))
     c.same_dtype(query=query, dy=dy)
-    c.integer("sparse_indices", sparse_indices)
-    c.shape("sparse_indices", sparse_indices, f"{rows} 1 K")
+    c.integers("sparse_indices", sparse_indices, f"{rows} 1 K")
     c.shape("dy", dy, f"{rows} 1 K")
     c.dense_rows(dy=dy, sparse_indices=sparse_indices)
-    layouts.lengths(
-        c,
-        layout,
-        layout,
-        ("actual_seq_lengths_query", x["actual_seq_lengths_query"]),
-        ("actual_seq_lengths_key", x["actual_seq_lengths_key"]),
-    )
+    lengths = layouts.named(x, "actual_seq_lengths_query", "actual_seq_lengths_key")
+    layouts.lengths(c, layout, layout, *lengths)
     layouts.options(c, x["sparse_mode"], x["pre_tokens"], x["next_tokens"])
 
 
