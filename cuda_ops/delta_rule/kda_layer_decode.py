@@ -13,13 +13,15 @@ dtype of the model, as it is between the ops.  The floor is the state, read and 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.delta_rule.gated_delta_layer_decode import Arguments
 from ..common.convolution import sigmoid, taps_of, value_at
 from ..common.gpu import INTERPRETED
 from ..runtime import launches
@@ -155,63 +157,41 @@ def tiles(state_layout: str, BLOCK: int) -> tuple[int, int]:
     return max(1, BLOCK * BLOCK // (numbers * 32)), registers
 
 
-def forward(
-    mixed_qkv: Tensor,
-    z: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv_states: Tensor,
-    states: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    state_indices: Tensor,
-    conv_bias: Tensor | None,
-    scale: float | None,
-    epsilon: float,
-    state_layout: str,
-    gate_activation: str,
-    softplus_beta: float,
-    softplus_threshold: float,
-    disable_state_update: bool,
-    lower_bound: float | None,
-    allow_neg_eigval: bool,
-    **_: Any,
-) -> Tensor:
+def forward(**x: Unpack[Arguments]) -> Tensor:
+    z, a, b, states = x["z"], x["a"], x["b"], x["states"]
     B, T, H, K = z.shape
     out = memory.empty(z.shape, z.dtype, z.device)
     if out.numel() == 0:
         return out
     a = a.view(B, T, H, K)
     BLOCK = max(16, triton.next_power_of_2(K))
-    warps, registers = tiles(state_layout, BLOCK)
+    warps, registers = tiles(x["state_layout"], BLOCK)
     launches.kernel(_kda_layer_kernel, B * H)(
-        mixed_qkv,
-        conv_states,
-        conv_weight,
-        conv_bias,
-        state_indices,
+        x["mixed_qkv"],
+        x["conv_states"],
+        x["conv_weight"],
+        x["conv_bias"],
+        x["state_indices"],
         states,
         a,
         b,
-        A_log,
-        dt_bias,
+        x["A_log"],
+        x["dt_bias"],
         z,
-        norm_weight,
+        x["norm_weight"],
         out,
         states.shape[0],
         (
-            K**-0.5 if scale is None else scale,
-            softplus_beta,
-            softplus_threshold,
-            0.0 if lower_bound is None else lower_bound,
-            epsilon,
+            K**-0.5 if x["scale"] is None else x["scale"],
+            x["softplus_beta"],
+            x["softplus_threshold"],
+            0.0 if x["lower_bound"] is None else x["lower_bound"],
+            x["epsilon"],
         ),
         (
-            mixed_qkv.stride(0),
-            *conv_weight.stride(),
-            *conv_states.stride(),
+            x["mixed_qkv"].stride(0),
+            *x["conv_weight"].stride(),
+            *x["conv_states"].stride(),
             states.stride(0),
             a.stride(0),
             a.stride(2),
@@ -223,14 +203,14 @@ def forward(
             H=H,
             K=K,
             BLOCK=BLOCK,
-            W=conv_weight.shape[0],
-            L=conv_states.shape[1],
-            VK=state_layout == "vk",
-            BOUNDED=lower_bound is not None,
-            NEG=allow_neg_eigval,
-            UPDATE=not disable_state_update,
-            TWICE=state_layout == "kv" and states.element_size() == 2 and not INTERPRETED,
-            SILU=gate_activation != "sigmoid",
+            W=x["conv_weight"].shape[0],
+            L=x["conv_states"].shape[1],
+            VK=x["state_layout"] == "vk",
+            BOUNDED=x["lower_bound"] is not None,
+            NEG=x["allow_neg_eigval"],
+            UPDATE=not x["disable_state_update"],
+            TWICE=x["state_layout"] == "kv" and states.element_size() == 2 and not INTERPRETED,
+            SILU=x["gate_activation"] != "sigmoid",
         ),
         num_warps=warps,
         maxnreg=registers,
