@@ -5,12 +5,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
 from ...check import Checker
 from . import layouts
+
+
+class OfOutputs(TypedDict):
+    """What a gradient takes of the outputs; None: nobody used the final states."""
+
+    d_out: Tensor
+    d_final_state: Tensor | None
 
 
 def heads(c: Checker, of_key: str, of_value: str, **tensors: Tensor) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -28,6 +28,15 @@ _KEYS = {"BSND": "B S2", "TND": "T2", "PA_BSND": "pages P"}
 SMALL_PAGES = (1, 2, 4, 8)  # of entries, as a page of tokens over cmp_ratio
 
 Named = tuple[str, Tensor | None]
+
+
+class OneLayout(TypedDict):
+    """Options of torch_npu's gradients: `layout` is that of queries and keys."""
+
+    layout: str | None
+    sparse_mode: int | None
+    pre_tokens: int | None
+    next_tokens: int | None
 
 
 def named(x: Mapping[str, Any], query: str, key: str) -> tuple[Named, Named]:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ...check import Checker
-from ..common import convolutions
+from ..common import convolutions, gradients
 from . import causal_conv1d
 
 SCHEMA = (
@@ -30,9 +30,6 @@ class Arguments(causal_conv1d.Arguments):
     d_final_states: Tensor | None
 
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
 def check(c: Checker, a: Arguments) -> None:
     x, d_out, d_final_states = a["x"], a["d_out"], a["d_final_states"]
     causal_conv1d.check(c, a)
@@ -44,10 +41,5 @@ def check(c: Checker, a: Arguments) -> None:
         convolutions.states(c, "d_final_states", d_final_states)
 
 
-def fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None, **_: Any
-) -> Gradients:
-    def like(tensor: Tensor | None) -> Tensor:
-        return x.new_empty([0]) if tensor is None else tensor.new_empty(tensor.shape)
-
-    return like(x), like(weight), like(bias), like(initial_states)
+def fake(**a: Any) -> tuple[Tensor, ...]:
+    return gradients.empty(a, "x", "weight", "bias", "initial_states")

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...check import Checker
+from ..common import gradients
 from . import compressor_dense
 from .compressor_dense import ARGUMENTS
 
@@ -33,7 +34,5 @@ def check(c: Checker, a: Arguments) -> None:
     c.dense_rows(d_out=d_out)
 
 
-def fake(
-    x: Tensor, wkv: Tensor, wgate: Tensor, ape: Tensor, norm_weight: Tensor, **_: Any
-) -> tuple[Tensor, ...]:
-    return tuple(each.new_empty(each.shape) for each in (x, wkv, wgate, ape, norm_weight))
+def fake(**a: Any) -> tuple[Tensor, ...]:
+    return gradients.empty(a, "x", "wkv", "wgate", "ape", "norm_weight")

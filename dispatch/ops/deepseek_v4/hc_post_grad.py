@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...check import Checker
+from ..common import gradients
 from . import hc_post
 
 SCHEMA = (
@@ -28,12 +29,5 @@ def check(c: Checker, a: Mapping[str, Tensor]) -> None:
     c.contiguous(d_out=d_out)
 
 
-def fake(
-    x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, **_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(x.shape),
-        residual.new_empty(residual.shape),
-        post.new_empty(post.shape),
-        comb.new_empty(comb.shape),
-    )
+def fake(**a: Any) -> tuple[Tensor, ...]:
+    return gradients.empty(a, "x", "residual", "post", "comb")

@@ -9,11 +9,12 @@ The gradient of an argument that is None has shape [0].
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
-from ..common import delta_rules
+from ..common import delta_rules, gradients
 from . import chunk_gated_delta_rule
 
 SCHEMA = (
@@ -26,12 +27,8 @@ SCHEMA = (
 FUNCTION = "backward"
 
 
-class Arguments(chunk_gated_delta_rule.Arguments):
-    d_out: Tensor
-    d_final_state: Tensor | None
-
-
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+class Arguments(chunk_gated_delta_rule.Arguments, delta_rules.OfOutputs):
+    pass
 
 
 def check(c: Checker, x: Arguments) -> None:
@@ -39,15 +36,5 @@ def check(c: Checker, x: Arguments) -> None:
     delta_rules.gradients(c, "query", "T Nv Dv", "B Nv Dv Dk", x)
 
 
-def fake(**x: Unpack[Arguments]) -> Gradients:
-    def like(tensor: Tensor | None) -> Tensor:
-        return x["query"].new_empty([0]) if tensor is None else tensor.new_empty(tensor.shape)
-
-    return (
-        like(x["query"]),
-        like(x["key"]),
-        like(x["value"]),
-        like(x["beta"]),
-        like(x["initial_state"]),
-        like(x["g"]),
-    )
+def fake(**a: Any) -> tuple[Tensor, ...]:
+    return gradients.empty(a, "query", "key", "value", "beta", "initial_state", "g")

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ...check import Checker
-from ..common import delta_rules
+from ..common import delta_rules, gradients
 from . import chunk_kda
 from .chunk_kda import LEARNED, OPTIONS, STATES
 
@@ -26,12 +26,8 @@ SCHEMA = (
 FUNCTION = "backward"
 
 
-class Arguments(chunk_kda.Arguments):
-    d_out: Tensor
-    d_final_state: Tensor | None
-
-
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+class Arguments(chunk_kda.Arguments, delta_rules.OfOutputs):
+    pass
 
 
 def check(c: Checker, x: Arguments) -> None:
@@ -39,9 +35,5 @@ def check(c: Checker, x: Arguments) -> None:
     delta_rules.gradients(c, "q", "B T HV V", STATES[x["state_layout"]], x)
 
 
-def fake(**arguments: Any) -> Gradients:
-    def like(x: Tensor | None) -> Tensor:
-        return arguments["q"].new_empty([0]) if x is None else x.new_empty(x.shape)
-
-    q, k, v, g, beta, state, A_log, dt_bias = (like(arguments[name]) for name in LEARNED)
-    return q, k, v, g, beta, state, A_log, dt_bias
+def fake(**a: Any) -> tuple[Tensor, ...]:
+    return gradients.empty(a, *LEARNED)

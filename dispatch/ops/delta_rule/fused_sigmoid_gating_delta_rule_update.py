@@ -31,10 +31,10 @@ SCHEMA = (
 ONNX = "FusedSigmoidGatingDeltaRuleUpdate"
 
 
-class Arguments(TypedDict):
-    A_log: Tensor
+class Rule(TypedDict):
+    """All but what makes a decay of `a`."""
+
     a: Tensor
-    dt_bias: Tensor
     softplus_beta: float
     softplus_threshold: float
     q: Tensor
@@ -54,6 +54,11 @@ class Arguments(TypedDict):
     retrieve_parent_token: Tensor | None
     lower_bound: float | None
     allow_neg_eigval: bool
+
+
+class Arguments(Rule):
+    A_log: Tensor
+    dt_bias: Tensor
 
 
 def check(c: Checker, x: Arguments) -> None:

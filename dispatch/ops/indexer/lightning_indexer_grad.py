@@ -8,13 +8,13 @@ hidden by the mask adds nothing.
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import Tensor
 
 from ...check import Checker, tensors
 from ...op_spec import UNLIMITED
-from ..common import layouts
+from ..common import gradients, layouts
 from .lightning_indexer import inputs
 
 SCHEMA = (
@@ -27,7 +27,7 @@ GE = "LightningIndexerGrad"
 FUNCTION = "backward"
 
 
-class Arguments(TypedDict):
+class Arguments(layouts.OneLayout):
     query: Tensor
     key: Tensor
     dy: Tensor
@@ -35,10 +35,6 @@ class Arguments(TypedDict):
     weights: Tensor
     actual_seq_lengths_query: Tensor | None
     actual_seq_lengths_key: Tensor | None
-    layout: str | None
-    sparse_mode: int | None
-    pre_tokens: int | None
-    next_tokens: int | None
 
 
 def check(c: Checker, x: Arguments) -> None:
@@ -55,5 +51,5 @@ def check(c: Checker, x: Arguments) -> None:
     layouts.options(c, x["sparse_mode"], x["pre_tokens"], x["next_tokens"])
 
 
-def fake(query: Tensor, key: Tensor, weights: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), weights.new_empty(weights.shape)
+def fake(**a: Any) -> tuple[Tensor, ...]:
+    return gradients.empty(a, "query", "key", "weights")

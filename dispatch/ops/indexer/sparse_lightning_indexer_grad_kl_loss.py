@@ -12,7 +12,7 @@ host: of each request (BSND; None: all), or prefix sums (TND).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ SCHEMA = (
 GE = "SparseLightningIndexerGradKLLoss"
 
 
-class Arguments(TypedDict):
+class Arguments(layouts.OneLayout):
     query: Tensor
     key: Tensor
     query_index: Tensor
@@ -47,10 +47,6 @@ class Arguments(TypedDict):
     key_rope: Tensor | None
     actual_seq_qlen: list[int] | None
     actual_seq_klen: list[int] | None
-    layout: str | None
-    sparse_mode: int | None
-    pre_tokens: int | None
-    next_tokens: int | None
     sinks: Tensor | None
 
 

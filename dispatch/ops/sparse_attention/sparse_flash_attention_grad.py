@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...check import Checker, tensors
 from ...op_spec import UNLIMITED
-from ..common import layouts
+from ..common import gradients, layouts
 from .sparse_flash_attention import Inputs, inputs, mode, statistics
 
 SCHEMA = (
@@ -31,7 +31,7 @@ GE = "SparseFlashAttentionGrad"
 FUNCTION = "backward"
 
 
-class Arguments(Inputs):
+class Arguments(Inputs, layouts.OneLayout):
     d_out: Tensor
     out: Tensor
     softmax_max: Tensor
@@ -40,15 +40,8 @@ class Arguments(Inputs):
     sparse_block_size: int
     actual_seq_qlen: Tensor | None
     actual_seq_kvlen: Tensor | None
-    layout: str | None
-    sparse_mode: int | None
-    pre_tokens: int | None
-    next_tokens: int | None
     attention_mode: int | None
     d_softmax_sum: Tensor | None
-
-
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def check(c: Checker, x: Arguments) -> None:
@@ -73,15 +66,5 @@ def check(c: Checker, x: Arguments) -> None:
     c.at_least("sparse_block_size", x["sparse_block_size"], 1)
 
 
-def fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    **_: Any,
-) -> Gradients:
-    def like(tensor: Tensor | None) -> Tensor:
-        return query.new_empty([0] if tensor is None else tensor.shape)
-
-    return like(query), like(key), like(value), like(query_rope), like(key_rope)
+def fake(**a: Any) -> tuple[Tensor, ...]:
+    return gradients.empty(a, "query", "key", "value", "query_rope", "key_rope")
