@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._op import op, variant_of
+from ._op import described_by, op, variant_of
 
 
 @op
@@ -117,6 +117,7 @@ def npu_causal_conv1d_update(
 
 
 @op
+@described_by(npu_causal_conv1d_update)
 def npu_fused_causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -178,11 +179,6 @@ def npu_fused_causal_conv1d(
 
     Returns:
         out like `x`.
-
-    Raises:
-        ValueError: a shape, stride, device or option does not fit; no state has been written.
-        TypeError: a type or dtype does not fit.
-        RuntimeError: an argument requires grad, while grad mode is on.
 
     >>> import torch, custom
     >>> x, weight, states = torch.randn(9, 16), torch.randn(3, 16), torch.zeros(5, 2, 16)

@@ -149,9 +149,7 @@ class PagesAndStates(LayersOfPages):
         self.state_table = torch.arange(requests, dtype=torch.int32, device=device)[:, None]
 
     def pool(self, rows: int, width: int) -> Tensor:
-        return torch.zeros(
-            0, rows, 1, width, dtype=self._room["dtype"], device=self._room["device"]
-        )
+        return torch.zeros(0, rows, 1, width, dtype=self._dtype, device=self._device)
 
     def states(self, m: int, width: int) -> Tensor:
         ring = max(1, m - 1 + self.drafts)  # a call has its own tokens in hand

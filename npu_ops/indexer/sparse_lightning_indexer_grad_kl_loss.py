@@ -189,20 +189,7 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         d.zero_()
     else:
         lse = _log_sums(x["softmax_max"], x["softmax_sum"], x["sinks"])
-        loss = _losses(
-            query,
-            key,
-            query_index,
-            key_index,
-            weights,
-            sparse_indices,
-            lse,
-            x["scale_value"],
-            x["query_rope"],
-            x["key_rope"],
-            plan,
-            d,
-        )
+        loss = _losses(x, lse, plan, d)
     grads = lightning_indexer_grad.backward(
         query_index, key_index, d, sparse_indices, weights, act_q, act_k, layout, mode, None, None
     )
@@ -218,21 +205,11 @@ def _log_sums(peak: Tensor, total: Tensor, sinks: Tensor | None) -> Tensor:
     return lse.view(-1, lse.shape[-1])
 
 
-def _losses(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    sparse_indices: Tensor,
-    lse: Tensor,
-    scale: float,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    plan: ragged.Plan,
-    d: Tensor,
-) -> Tensor:
+def _losses(x: Arguments, lse: Tensor, plan: ragged.Plan, d: Tensor) -> Tensor:
     """The loss by token; writes d."""
+    query, key, sparse_indices = x["query"], x["key"], x["sparse_indices"]
+    query_index, key_index, scale = x["query_index"], x["key_index"], x["scale_value"]
+    query_rope, key_rope = x["query_rope"], x["key_rope"]
     (heads, size), (index_heads, index_size) = query.shape[-2:], query_index.shape[-2:]
     device, dtype, count = query.device, query.dtype, sparse_indices.shape[-1]
     # without the rotary part its arguments are there, but not read
@@ -253,8 +230,8 @@ def _losses(
     dense_rope = memory.empty((at_once, wide, rope), dtype, device)
     dense_index = memory.empty((at_once, wide, index_size), dtype, device)
     copies = tune.only("sparse_flash_attention.gather")
-    q, qr, qi = (x.flatten(0, -3) for x in (query, q_rope, query_index))
-    w = weights.flatten(0, -2)
+    q, qr, qi = (each.flatten(0, -3) for each in (query, q_rope, query_index))
+    w = x["weights"].flatten(0, -2)
     for first in range(0, plan.rows, at_once):
         rows = min(at_once, plan.rows - first)
         span = (first, rows, wide)
