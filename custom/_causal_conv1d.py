@@ -157,8 +157,7 @@ def causal_conv1d_fn(
     if seq_idx is not None:
         _alone(c, seq_idx=seq_idx, query_start_loc=query_start_loc, **states)
         c.shape("x", x, "B D S")
-        c.integer("seq_idx", seq_idx)
-        c.shape("seq_idx", seq_idx, "B S")
+        c.integers("seq_idx", seq_idx, "B S")
         return _by_sequence(x, weight, bias, activation, seq_idx)
     out, final = npu_causal_conv1d(
         _tokens_first(x),
@@ -377,8 +376,7 @@ def _on_rings(
     c.shape("x", x, "B S D")
     c.shape("weight", weight, "D W")
     c.shape("conv_state", conv_state, "slots D L")
-    c.integer("cache_seqlens", cache_seqlens)
-    c.shape("cache_seqlens", cache_seqlens, "B")
+    c.integers("cache_seqlens", cache_seqlens, "B")
     (batch, tokens), (slots, columns), taps = x.shape[:2], conv_state.shape[::2], weight.shape[1]
     c.at_least("conv_state.shape[2]", columns, taps - 1)
     c.at_least("conv_state.shape[0]", slots, batch if conv_state_indices is None else 1)
@@ -386,8 +384,7 @@ def _on_rings(
     slot = torch.arange(batch, device=x.device)
     there = None
     if conv_state_indices is not None:
-        c.integer("conv_state_indices", conv_state_indices)
-        c.shape("conv_state_indices", conv_state_indices, "B")
+        c.integers("conv_state_indices", conv_state_indices, "B")
         slot = conv_state_indices.long()
         there = (slot >= 0) & (slot < slots) & (slot != pad_slot_id)
     before = (past + torch.arange(1 - taps, 0, device=x.device)) % columns
@@ -415,8 +412,7 @@ def _parents(
     for name, each in (
         given if buffer is None else given | dict(retrieve_parent_token=buffer)
     ).items():
-        c.integer(name, each)
-        c.shape(name, each, "B columns")
+        c.integers(name, each, "B columns")
     c.at_least("retrieve_next_token.shape[1]", next_token.shape[1], tokens)
     parents = next_token.new_zeros(batch, tokens + 1)  # a column more, for a child that is none
     for t in range(tokens):

@@ -7,16 +7,20 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from typing_extensions import ParamSpec
 
 from ._keywords import raise_in_one_sentence
 from .dispatch.capturing import is_capturing
 
 Public = TypeVar("Public", bound=Callable[..., Any])
+Taken = ParamSpec("Taken")
+Given = TypeVar("Given")
 _SECTION = re.compile(r"(?<=^Args:\n)(?: {4}.*\n)+", re.M)
+_RAISES = re.compile(r"^Raises:(?:\n {4}.*)+", re.M)
 _ENTRY = re.compile(r"^ {4}(\w+):.*\n(?: {8}.*\n)*", re.M)
 
 
@@ -85,18 +89,46 @@ def _on_device(op: str, name: str, values: Sequence[Any], device: torch.device) 
 
 
 def described_by(other: Callable[..., Any]) -> Callable[[Public], Public]:
-    """Arguments that a docstring leaves out are `other`'s, and described as they are there."""
+    """Arguments that a docstring leaves out are `other`'s, and described as they are there; what it
+    raises likewise."""
 
     def completed(function: Public) -> Public:
-        if function.__doc__ is None:  # python -OO
-            return function
-        own, theirs = (inspect.cleandoc(f.__doc__ or "") for f in (function, other))
-        entries = _entries(theirs) | _entries(own)
-        listed = "".join(entries[name] for name in inspect.signature(function).parameters)
-        function.__doc__ = _SECTION.sub(lambda _: listed, own)
+        if function.__doc__ is not None:  # python -OO has none
+            own, theirs = (inspect.cleandoc(f.__doc__ or "") for f in (function, other))
+            function.__doc__ = description(own, theirs, inspect.signature(function).parameters)
         return function
 
     return completed
+
+
+def variant_of(
+    base: Callable[Taken, Any],
+) -> Callable[[Callable[..., Given]], Callable[Taken, Given]]:
+    """The function takes what `base` takes, as `base` describes it, and gives what it says."""
+
+    def made(function: Callable[..., Given]) -> Callable[Taken, Given]:
+        gives = function.__annotations__["return"]
+        function.__annotations__ = base.__annotations__ | {"return": gives}
+        function.__signature__ = inspect.signature(base).replace(  # type: ignore[attr-defined]
+            return_annotation=gives
+        )
+        return described_by(base)(function)
+
+    return made
+
+
+def description(own: str, theirs: str, arguments: Iterable[str]) -> str:
+    """A docstring whose arguments, and whose errors if it names none, are completed by another."""
+    entries = _entries(theirs) | _entries(own)
+    listed = "".join(entries[name] for name in arguments)
+    if not _SECTION.search(own):
+        own = own.replace("\n\nReturns:\n", f"\n\nArgs:\n{listed}\nReturns:\n", 1)
+    own = _SECTION.sub(lambda _: listed, own)
+    raises = _RAISES.search(theirs)
+    if raises and not _RAISES.search(own):
+        said, example, shown = own.partition("\n\n>>> ")
+        own = f"{said}\n\n{raises[0]}{example}{shown}"
+    return own
 
 
 def _entries(doc: str) -> dict[str, str]:

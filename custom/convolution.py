@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from ._op import described_by, op
+from ._op import described_by, op, variant_of
 
 
 @op
@@ -115,6 +117,7 @@ def npu_causal_conv1d_update(
 
 
 @op
+@described_by(npu_causal_conv1d_update)
 def npu_fused_causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -177,11 +180,6 @@ def npu_fused_causal_conv1d(
     Returns:
         out like `x`.
 
-    Raises:
-        ValueError: a shape, stride, device or option does not fit; no state has been written.
-        TypeError: a type or dtype does not fit.
-        RuntimeError: an argument requires grad, while grad mode is on.
-
     >>> import torch, custom
     >>> x, weight, states = torch.randn(9, 16), torch.randn(3, 16), torch.zeros(5, 2, 16)
     >>> start, slots = torch.tensor([0, 5, 9]), torch.tensor([4, 1])
@@ -193,29 +191,8 @@ def npu_fused_causal_conv1d(
 
 
 @op
-@described_by(npu_fused_causal_conv1d)
-def npu_fused_causal_conv1d_v2(
-    x: Tensor,
-    weight: Tensor,
-    conv_states: Tensor,
-    *,
-    query_start_loc: Tensor | None = None,
-    cache_indices: Tensor | None = None,
-    initial_state_mode: Tensor | None = None,
-    bias: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    activation: str | None = "None",
-    pad_slot_id: int | None = -1,
-    run_mode: int | None = 0,
-    residual_connection: int | None = 0,
-    max_query_len: int | None = -1,
-    num_computed_tokens: Tensor | None = None,
-    block_idx_first_scheduled_token: Tensor | None = None,
-    block_idx_last_scheduled_token: Tensor | None = None,
-    initial_state_idx: Tensor | None = None,
-    block_size: int | None = 128,
-    conv_mode: str | None = "default",
-) -> None:
+@variant_of(npu_fused_causal_conv1d)
+def npu_fused_causal_conv1d_v2(*_: Any, **__: Any) -> None:
     """`npu_fused_causal_conv1d`, whose output takes the place of `x`.
 
     Formula: as `npu_fused_causal_conv1d`.

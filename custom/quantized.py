@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._keywords import worded
-from ._op import described_by, op
+from ._op import op, variant_of
 from .dispatch.op_spec import UNLIMITED
 
 _ops = torch.ops.custom
@@ -297,61 +297,26 @@ def npu_quant_lightning_indexer(
 
 
 @op
-@described_by(npu_quant_lightning_indexer)
-def npu_quant_lightning_indexer_scores(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    query_dequant_scale: Tensor | None,
-    key_dequant_scale: Tensor,
-    query_quant_mode: int,
-    key_quant_mode: int,
-    *,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_key: Tensor | None = None,
-    block_table: Tensor | None = None,
-    layout_query: str = "BSND",
-    layout_key: str = "BSND",
-    sparse_count: int = 2048,
-    sparse_mode: int = 3,
-    pre_tokens: int = UNLIMITED,
-    next_tokens: int = UNLIMITED,
-    query_dtype: int | None = None,
-    key_dtype: int | None = None,
-    cmp_ratio: int = 1,
-    select_tail: bool = False,
-) -> tuple[Tensor, Tensor]:
+@variant_of(npu_quant_lightning_indexer)
+def npu_quant_lightning_indexer_scores(*_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     """`npu_quant_lightning_indexer`, and the scores: what an exact merge over ranks needs.
 
     Formula: as `npu_quant_lightning_indexer`.
-
-    Args:
-        query: [B, S, N, D] (BSND) or [T, N, D] (TND), float8_e4m3fn, int8, or uint8 with
-            `query_dtype`.
 
     Returns:
         indices: int32 [B, S, 1, K] or [T, 1, K], ascending positions; -1 where fewer are visible.
         values: float32 of the same shape, their scores; 0 where the index is -1.
 
-    Raises:
-        ValueError: a shape, stride, device or option does not fit.
-        TypeError: a type or dtype does not fit.
-        RuntimeError: an argument requires grad, while grad mode is on.
-
     >>> import torch, custom
-    >>> q, weights, _ = custom.quantize_index_query(
-    ...     torch.randn(1, 1, 4, 128), torch.rand(1, 1, 4), kind="fp8"
+    >>> q, weights, scale = custom.quantize_index_query(
+    ...     torch.randn(1, 2, 4, 128), torch.rand(1, 2, 4), kind="int8", fold=False
     ... )
-    >>> pages = torch.zeros(2, 16, 132, dtype=torch.uint8)
-    >>> values, scales = custom.index_cache_views(pages, "fp8")
-    >>> slots = torch.arange(20)
-    >>> custom.npu_index_cache_write(torch.randn(20, 128), values, scales, slots, kind="fp8")
+    >>> key = torch.randint(-127, 128, (1, 9, 1, 128), dtype=torch.int8)
     >>> indices, values = custom.npu_quant_lightning_indexer_scores(
-    ...     q, values, weights, None, scales, 0, 0, layout_key="PA_BSND", sparse_count=8,
-    ...     block_table=torch.tensor([[0, 1]]), actual_seq_lengths_key=torch.tensor([20]),
+    ...     q, key, weights, scale, torch.rand(1, 9, 1), 0, 0, sparse_count=4
     ... )
-    >>> indices.shape, indices.dtype
-    (torch.Size([1, 1, 1, 8]), torch.int32)
+    >>> indices.dtype, values.dtype, values.shape
+    (torch.int32, torch.float32, torch.Size([1, 2, 1, 4]))
     """
 
 
@@ -450,67 +415,26 @@ def npu_kv_quant_sparse_flash_attention(
 
 
 @op
-@described_by(npu_kv_quant_sparse_flash_attention)
-def npu_kv_quant_sparse_flash_attention_lse(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sparse_indices: Tensor,
-    scale_value: float,
-    key_quant_mode: int,
-    value_quant_mode: int,
-    *,
-    key_dequant_scale: Tensor | None = None,
-    value_dequant_scale: Tensor | None = None,
-    block_table: Tensor | None = None,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_kv: Tensor | None = None,
-    sparse_block_size: int = 1,
-    layout_query: str = "BSND",
-    layout_kv: str = "BSND",
-    sparse_mode: int = 3,
-    pre_tokens: int = UNLIMITED,
-    next_tokens: int = UNLIMITED,
-    attention_mode: int = 0,
-    quant_scale_repo_mode: int = 1,
-    tile_size: int = 128,
-    rope_head_dim: int = 64,
-    key_dtype: int | None = None,
-    value_dtype: int | None = None,
-    sinks: Tensor | None = None,
-    row_layout: str = "nope_rope_scale",
-) -> tuple[Tensor, Tensor, Tensor]:
+@variant_of(npu_kv_quant_sparse_flash_attention)
+def npu_kv_quant_sparse_flash_attention_lse(*_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`npu_kv_quant_sparse_flash_attention`, and the statistics that merge parts of it.
 
     Formula: as `npu_kv_quant_sparse_flash_attention`.
-
-    Args:
-        query: [B, S, N, 576] (BSND) or [T, N, 576] (TND), 512 latent and 64 rotary dims; [.., 512]
-            with `rope_head_dim` 0.
 
     Returns:
         out: [B, S, N, 512] or [T, N, 512], dtype of `query`.
         softmax_max: float32 [B, 1, S, N] or [1, T, N], the largest logit; -inf where none.
         softmax_sum: float32, the sum of exp(logit - softmax_max), without the sinks.
 
-    Raises:
-        ValueError: a shape, stride, device or option does not fit.
-        TypeError: a type or dtype does not fit.
-        RuntimeError: an argument requires grad, while grad mode is on.
-
     >>> import torch, custom
-    >>> rows = torch.zeros(4, 16, 1, 656, dtype=torch.int8)
-    >>> custom.npu_latent_cache_write(
-    ...     torch.randn(40, 512), torch.randn(40, 64).bfloat16(), rows, torch.arange(40),
-    ...     kind="int8", row_layout="nope_rope_scale",
-    ... )
+    >>> rows = torch.zeros(1, 9, 1, 656, dtype=torch.int8)
     >>> out, softmax_max, softmax_sum = custom.npu_kv_quant_sparse_flash_attention_lse(
-    ...     torch.randn(1, 1, 8, 576), rows, rows, torch.arange(16).view(1, 1, 1, 16), 0.1, 2, 2,
-    ...     layout_kv="PA_BSND", block_table=torch.tensor([[0, 1, 2]]),
-    ...     actual_seq_lengths_kv=torch.tensor([40]), attention_mode=2,
+    ...     torch.randn(1, 1, 8, 576), rows, rows, torch.arange(4).view(1, 1, 1, 4), 0.1, 2, 2,
+    ...     attention_mode=2,
     ... )
-    >>> out.shape
-    torch.Size([1, 1, 8, 512])
+    >>> lse = softmax_max + softmax_sum.log()
+    >>> out.shape, lse.exp().mean().round()  # of zeros: as many as there are keys
+    (torch.Size([1, 1, 8, 512]), tensor(4.))
     """
 
 

@@ -5,10 +5,12 @@ layers share, its four stages, two gradients."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ._op import described_by, op
+from ._op import described_by, op, variant_of
 from .dispatch.op_spec import UNLIMITED
 
 _ops = torch.ops.custom
@@ -155,53 +157,8 @@ def npu_sparse_attention_pto(
 
 
 @op
-@described_by(npu_sparse_attention_pto)
-def npu_sparse_attention_indices_pto(
-    x: Tensor,
-    w_dq: Tensor,
-    w_uq_qr: Tensor,
-    w_uk: Tensor,
-    w_dkv_kr: Tensor,
-    gamma_cq: Tensor,
-    gamma_ckv: Tensor,
-    sin: Tensor,
-    cos: Tensor,
-    cache_index: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    block_table: Tensor,
-    act_seqs: Tensor,
-    w_idx_qb: Tensor,
-    w_idx_k: Tensor,
-    w_idx_proj: Tensor,
-    in_gamma_k: Tensor,
-    in_beta_k: Tensor,
-    index_k_cache: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    rms_norm_eps: float = 1e-6,
-    layer_norm_eps: float = 1e-6,
-    sparse_count: int = 2048,
-    rope_interleaved: bool = True,
-    index_rope_interleaved: bool = False,
-    weight_format: str = "nz",
-    dequant_scale_w_dq: Tensor | None = None,
-    dequant_scale_w_uq_qr: Tensor | None = None,
-    dequant_scale_w_dkv_kr: Tensor | None = None,
-    smooth_scales_cq: Tensor | None = None,
-    k_nope_clip_alpha: Tensor | None = None,
-    weight_quant_mode: int = 0,
-    kv_kind: str = "none",
-    row_layout: str = "nope_rope_scale",
-    scale_format: str = "ue8m0",
-    index_k_scale_cache: Tensor | None = None,
-    dequant_scale_w_idx_qb: Tensor | None = None,
-    dequant_scale_w_idx_k: Tensor | None = None,
-    index_weight_quant_mode: int = 0,
-    index_kind: str = "none",
-    index_hadamard: bool = False,
-    hadamard_round: str = "bf16",
-) -> tuple[Tensor, Tensor]:
+@variant_of(npu_sparse_attention_pto)
+def npu_sparse_attention_indices_pto(*_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     """`npu_sparse_attention_pto`, and the positions that it attended to.
 
     For models whose other layers attend to the same positions (`npu_sparse_attention_shared_pto`):
@@ -217,11 +174,6 @@ def npu_sparse_attention_indices_pto(
     Returns:
         out: [B, S, N, R], dtype of `x`. A request with act_seqs 0 gets zeros.
         sparse_indices: [B, S, 1, sparse_count] int32, ascending positions; -1 where fewer exist.
-
-    Raises:
-        ValueError: a shape, stride, device or option does not fit; no cache has been written.
-        TypeError: a type or dtype does not fit.
-        RuntimeError: an argument requires grad, while grad mode is on.
 
     >>> import torch, custom
     >>> H, Rq, N, Dn, R, Dr, Ni, Di, P = 64, 32, 2, 16, 32, 16, 16, 32, 16

@@ -6,7 +6,7 @@ is wanted.  Sizes may be symbolic; nothing here reads a tensor's values."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -18,6 +18,12 @@ from . import log
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+
+
+def tensors(arguments: Mapping[str, object], *names: str) -> dict[str, Tensor]:
+    """Those of these names, or all, that are tensors."""
+    given = ((name, arguments[name]) for name in names or arguments)
+    return {name: value for name, value in given if isinstance(value, Tensor)}
 
 
 @cache
@@ -128,6 +134,18 @@ class Checker:
 
     def integer(self, name: str, tensor: Tensor) -> None:
         self.dtype(name, tensor, *INTEGERS)
+
+    def floats(self, name: str, tensor: Tensor | None, wanted: str) -> None:
+        """Numbers of floating point, of that shape; None: there are none."""
+        if tensor is not None:
+            self.floating(name, tensor)
+            self.shape(name, tensor, wanted)
+
+    def integers(self, name: str, tensor: Tensor | None, wanted: str) -> None:
+        """Whole numbers likewise."""
+        if tensor is not None:
+            self.integer(name, tensor)
+            self.shape(name, tensor, wanted)
 
     def same_dtype(self, **tensors: Tensor | None) -> None:
         self._same("dtype", "Convert one of them with .to().", TypeError, tensors)

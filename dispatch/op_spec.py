@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from .check import Checker
+
 UNLIMITED = 2**63 - 1  # torch_npu's "no limit" of pre_tokens and next_tokens
 
 
@@ -19,7 +21,7 @@ class Variant:
     """
 
     schema: str
-    check: Callable[..., None]
+    check: Callable[[Checker, Any], None]
     fake: Callable[..., Any]
     function: str
     ge: str | None = None
@@ -32,7 +34,8 @@ class Spec:
 
     schema: PyTorch's, `SCHEMA` there.
     family, file: folder and module in ops/, reference/, npu_ops/ and cuda_ops/.
-    check: raises one clear sentence on bad arguments; runs for real and for fake tensors.
+    checked: (checker of the op's name, its arguments by name) raises one clear sentence on bad
+        ones; runs for real and for fake tensors; `check` there.
     fake: outputs with the right shapes and dtypes, and nothing in them; contiguous, as every output
         of every backend is, whatever the strides of the inputs.
     function: the launcher's name in reference/, npu_ops/ and cuda_ops/, `FUNCTION` there.
@@ -47,7 +50,7 @@ class Spec:
     schema: str
     family: str
     file: str
-    check: Callable[..., None]
+    checked: Callable[[Checker, Any], None]
     fake: Callable[..., Any]
     function: str
     ge: str | None
@@ -68,6 +71,10 @@ class Spec:
     @property
     def differentiable(self) -> bool:
         return self.backward is not None
+
+    def check(self, **arguments: Any) -> None:
+        """All of them, by name."""
+        self.checked(Checker(self.name), arguments)
 
     @classmethod
     def of(cls, op: ModuleType) -> tuple[Spec, ...]:

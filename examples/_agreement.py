@@ -11,6 +11,13 @@ import torch
 QUANTIZATION = {"bf16": 0.0, "fp8": 2**-3 / 5, "int8": 3.5 / 127 / math.sqrt(12)}
 
 
+def quantization_of(options, layers, products):
+    """The variance that the options' numbers of 8 bits add in so many layers, each with so many
+    quantized inputs of products and one cache."""
+    of_weights, of_caches = (QUANTIZATION[kind] for kind in (options.weights, options.caches))
+    return layers * (products * of_weights**2 + of_caches**2)
+
+
 def rounding_bound(logits, roundings, quantization=0.0):
     """How far two computations of `logits` in their dtype can lie apart.
 

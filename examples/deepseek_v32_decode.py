@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _agreement import QUANTIZATION, check
+from _agreement import check, quantization_of
 from _decoding import (
     announce,
     begin,
@@ -239,8 +239,7 @@ def run(model, tokenizer, options):
     new, layers = options.new_tokens, model.config.num_hidden_layers
     roundings = ROUNDINGS * layers
     # of 8 bits: the layer's input and the query latent; the latents in the cache
-    of_weights, of_caches = (QUANTIZATION[kind] for kind in (options.weights, options.caches))
-    quantization = layers * (2 * of_weights**2 + of_caches**2)
+    quantization = quantization_of(options, layers, 2)
     more = 2 if quantization else 5 / 4
     padded, lengths = make_prompts(tokenizer, options.batch, options.context - new)
     padded, lengths = padded.to(model.device), lengths.to(model.device)

@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _agreement import QUANTIZATION, check
+from _agreement import check, quantization_of
 from _decoding import (
     announce,
     begin,
@@ -215,8 +215,7 @@ def run(model, tokenizer, options):
     new, layers = options.new_tokens, model.config.num_hidden_layers
     roundings = ROUNDINGS * layers
     # of 8 bits: the layer's input, the query latent, the output and its ranks; what is in the cache
-    of_weights, of_caches = (QUANTIZATION[kind] for kind in (options.weights, options.caches))
-    quantization = layers * (4 * of_weights**2 + of_caches**2)
+    quantization = quantization_of(options, layers, 4)
     padded, lengths = make_prompts(tokenizer, options.batch, options.context - new)
     prompts, lengths = padded["input_ids"].to(model.device), lengths.to(model.device)
     announce(model, options, lengths, "entries")

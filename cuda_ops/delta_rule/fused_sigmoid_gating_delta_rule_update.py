@@ -28,8 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.delta_rule.fused_sigmoid_gating_delta_rule_update import Rule
 from ..common import gpu
 from ..common.chunks import from_head, softplus
 from ..common.gpu import INTERPRETED
@@ -632,33 +634,16 @@ def unsupported(k: Tensor, v: Tensor, **_: Any) -> str | None:
 
 def launch(
     A_log: Tensor | None,
-    a: Tensor,
     dt_bias: Tensor | None,
-    softplus_beta: float,
-    softplus_threshold: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    b: Tensor,
-    initial_state_source: Tensor,
-    initial_state_indices: Tensor,
-    scale: float | None,
-    use_qk_l2norm_in_kernel: bool,
-    cu_seqlens: Tensor | None,
-    state_layout: str,
-    is_kda: bool,
-    disable_state_update: bool,
-    intermediate_states: Tensor | None,
-    intermediate_state_indices: Tensor | None,
-    retrieve_parent_token: Tensor | None,
-    lower_bound: float | None,
-    allow_neg_eigval: bool,
     epilogue: Epilogue | None,
     given: Given | None,
+    **x: Unpack[Rule],
 ) -> Tensor:
+    q, k, v, a, b, cu_seqlens = x["q"], x["k"], x["v"], x["a"], x["b"], x["cu_seqlens"]
+    pool, slots = x["initial_state_source"], x["initial_state_indices"]
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
-    N = initial_state_indices.shape[0]
+    N = slots.shape[0]
     accepted = None
     if given is not None:
         cu_seqlens, accepted = given.lengths, given.accepted
@@ -666,15 +651,14 @@ def launch(
     out = memory.empty(v.shape, v.dtype, v.device)
     if N == 0 or out.numel() == 0:
         return out.zero_()
-    qkv = (q, k, v)
-    a = a.view(B, T, HV, K) if is_kda else a.view(B, T, HV)
+    a = a.view(B, T, HV, K) if x["is_kda"] else a.view(B, T, HV)
     b = b.view(B, T, HV)
-    pool, cache, parents = initial_state_source, intermediate_states, retrieve_parent_token
+    cache, parents = x["intermediate_states"], x["retrieve_parent_token"]
     BLOCK_K = max(16, triton.next_power_of_2(K))
     tokens = T if cu_seqlens is None else triton.cdiv(T, N)
     one = T == 1 and cu_seqlens is None and given is None
     half = pool.element_size() == 2
-    BLOCK_V, count, warps, registers = tiles(state_layout, half, V, BLOCK_K, N * HV, tokens)
+    BLOCK_V, count, warps, registers = tiles(x["state_layout"], half, V, BLOCK_K, N * HV, tokens)
     # bytes of a row that lie side by side in a group of lanes: the whole row of a lone token
     KI = BLOCK_K if tokens == 1 and not half else min(BLOCK_K, 128 // pool.element_size())
     behind: tuple[Tensor | None, ...] = (None,) * 4
@@ -689,14 +673,16 @@ def launch(
         A_log,
         a,
         dt_bias,
-        *qkv,
+        q,
+        k,
+        v,
         b,
         pool,
-        initial_state_indices,
+        slots,
         cu_seqlens,
         accepted,
         cache,
-        intermediate_state_indices,
+        x["intermediate_state_indices"],
         parents,
         out,
         *behind,
@@ -707,14 +693,14 @@ def launch(
         0 if cache is None else cache.shape[1],
         0 if parents is None else parents.shape[1],
         (
-            K**-0.5 if scale is None else scale,
-            softplus_beta,
-            softplus_threshold,
-            0.0 if lower_bound is None else lower_bound,
+            K**-0.5 if x["scale"] is None else x["scale"],
+            x["softplus_beta"],
+            x["softplus_threshold"],
+            0.0 if x["lower_bound"] is None else x["lower_bound"],
             epsilon,
         ),
         (
-            *(s for x in (*qkv, a) for s in x.stride()[:3]),
+            *(s for each in (q, k, v, a) for s in each.stride()[:3]),
             *b.stride()[:2],
             *z_strides,
             pool.stride(0),
@@ -729,21 +715,21 @@ def launch(
             KI=KI,
             BLOCK_V=BLOCK_V,
             TILES=count,
-            VK=state_layout == "vk",
-            KDA=is_kda,
-            NORM=use_qk_l2norm_in_kernel,
-            BOUNDED=lower_bound is not None,
+            VK=x["state_layout"] == "vk",
+            KDA=x["is_kda"],
+            NORM=x["use_qk_l2norm_in_kernel"],
+            BOUNDED=x["lower_bound"] is not None,
             ONE=one,
             VARLEN=cu_seqlens is not None,
-            UPDATE=not disable_state_update and given is None,
+            UPDATE=not x["disable_state_update"] and given is None,
             CACHE=cache is not None,
             TREE=parents is not None,
-            TWICE=one and state_layout == "kv" and half and not INTERPRETED,
+            TWICE=one and x["state_layout"] == "kv" and half and not INTERPRETED,
             ALL=triton.next_power_of_2(V),
             SILU=epilogue is None or epilogue.silu,
             CHAINED=chained,
             GIVEN=given is not None,
-            NEG=allow_neg_eigval,
+            NEG=x["allow_neg_eigval"],
         ),
         num_warps=warps,
         maxnreg=registers,

@@ -31,15 +31,27 @@ FLASH = Model("V4-Flash", 4096, 64, 1024, 8)
 TINY = Model("small", 256, 4, 64, 2)
 
 
+def projections(draw: Draw, model: Model) -> Arguments:
+    """Of a layer's input, and of the query latent."""
+    return dict(
+        w_dq=weight(draw, model.h, model.rq),
+        w_uq=weight(draw, model.rq, model.n * D),
+        w_kv=weight(draw, model.h, D),
+        gamma_cq=draw.normal(model.rq),
+        gamma_kv=draw.normal(D),
+    )
+
+
+def weight(draw: Draw, *shape: int) -> torch.Tensor:
+    return to_nz(draw.normal(*shape, std=shape[-2] ** -0.5))
+
+
 def prolog_case(b: int, model: Model, kv_kind: str = "none") -> Case:
     """With the indexer's queries; every request has 200 tokens and this one."""
     of_heads = model.n * D + NI * DI
     size = model.h * (model.rq + D + NI) + model.rq * of_heads
 
     def make(draw: Draw) -> Arguments:
-        def weight(k: int, n: int) -> torch.Tensor:
-            return to_nz(draw.normal(k, n, std=k**-0.5))
-
         packed = kv_kind == "fp8"
         cache = torch.zeros(
             4 * b,
@@ -51,18 +63,14 @@ def prolog_case(b: int, model: Model, kv_kind: str = "none") -> Case:
         )
         return dict(
             token_x=draw.normal(b, 1, model.h),
-            w_dq=weight(model.h, model.rq),
-            w_uq=weight(model.rq, model.n * D),
-            w_kv=weight(model.h, D),
-            gamma_cq=draw.normal(model.rq),
-            gamma_kv=draw.normal(D),
+            **projections(draw, model),
             rope_sin=draw.normal(b, 1, DR),
             rope_cos=draw.normal(b, 1, DR),
             ori_kv=cache,
             ori_block_table=draw.table(b, 4),
             act_seqs=draw.full(b, value=201),
-            w_idx_qb=weight(model.rq, NI * DI),
-            w_idx_proj=weight(model.h, NI),
+            w_idx_qb=weight(draw, model.rq, NI * DI),
+            w_idx_proj=weight(draw, model.h, NI),
             kv_kind=kv_kind,
         )
 

@@ -10,13 +10,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..dispatch.common import layer_v4
-from ..dispatch.common.nz import to_nz
 from ..sparse_attention_v4 import npu_sparse_attention_v4_pto
 from .case import Arguments, Case, Draw, Outputs
-from .shared_kv_prolog import BF16, DI, DR, FLASH, NI, PRO, RO, TINY, D, Model, P
+from .shared_kv_prolog import (
+    BF16,
+    DI,
+    DR,
+    FLASH,
+    NI,
+    PRO,
+    RO,
+    TINY,
+    D,
+    Model,
+    P,
+    projections,
+    weight,
+)
 from .sparse_attention import first_requests
 
 WINDOW, FP32 = 128, 4
@@ -46,26 +58,19 @@ def layer_case(
     deep = model.n // model.groups * D
 
     def make(draw: Draw) -> Arguments:
-        def weight(*shape: int) -> Tensor:
-            return to_nz(draw.normal(*shape, std=shape[-2] ** -0.5))
-
         # the window's pages go round
         columns = torch.arange(context // page, device=draw.device) % held
         given = dict(
             x=draw.normal(b, s, model.h),
-            w_dq=weight(model.h, model.rq),
-            w_uq=weight(model.rq, model.n * D),
-            w_kv=weight(model.h, D),
-            gamma_cq=draw.normal(model.rq),
-            gamma_kv=draw.normal(D),
+            **projections(draw, model),
             sinks=draw.normal(model.n, dtype=torch.float32),
             sin=draw.normal(b, s, DR),
             cos=draw.normal(b, s, DR),
             ori_kv=draw.normal(b * held, page, 1, D),
             ori_block_table=draw.table(b, held)[:, columns].contiguous(),
             act_seqs=draw.full(b, value=context),
-            w_o_a=weight(model.groups, deep, RO),
-            w_o_b=weight(model.groups * RO, model.h),
+            w_o_a=weight(draw, model.groups, deep, RO),
+            w_o_b=weight(draw, model.groups * RO, model.h),
             ori_win_left=WINDOW - 1,
         )
         if m:
@@ -78,7 +83,9 @@ def layer_case(
             )
         if kind == "CSA":
             given |= _compressor(draw, "idx", DI, "idx_k") | dict(
-                w_idx_qb=weight(model.rq, NI * DI), w_idx_proj=weight(model.h, NI), sparse_count=k
+                w_idx_qb=weight(draw, model.rq, NI * DI),
+                w_idx_proj=weight(draw, model.h, NI),
+                sparse_count=k,
             )
         return given
 

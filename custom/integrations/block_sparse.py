@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..block_sparse import npu_block_indexer, npu_sparse_attention_score
 from ..compression import entry_positions, npu_compressor
 from ..dispatch.common import paged
 from ..dispatch.errors import NotSupported
 from ..sparse_attention import npu_lightning_indexer
-from .cached import PagedLayer, RingLayer, cached_by, refuse_what_differs, taken_over, takes_cache
-from .deepseek_v4 import page_of
+from .cached import PagedLayer, RingLayer, attends, extent, taken_over
 from .masks import WHERE, OncePerForward, Texts, check_positions, texts, unmasked, without_gaps
-from .paged import LayersOfPages, check_page, slots_of, token_positions
+from .paged import PagesAndStates, Room, check_page, slots_of, token_positions
 
 from transformers.cache_utils import Cache, DynamicIndexedLayer  # isort: skip  # as the others
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl  # isort: skip
@@ -55,48 +55,26 @@ class MeanLayerCaches(NamedTuple):
     angles: Tensor | None  # [pages, P, 1, 2 Dr], cosines and sines of every token
 
 
-class _Caches(LayersOfPages):
-    """Of `layers` layers, for `requests` texts of `capacity` positions that may become more."""
+class _Caches(PagesAndStates):
+    """Of `layers` layers."""
 
-    whole = ("states",)
-
-    def __init__(
-        self,
-        config: Any,
-        layers: int,
-        rotary: int,
-        *,
-        requests: int,
-        capacity: int,
-        page_size: int,
-        drafts: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: Any, layers: int, rotary: int, **room: Unpack[Room]) -> None:
         m = _pool_of(config)
-        super().__init__(requests, page_of(page_size, {m or 1}), device)
-        self.drafts = drafts
-        self.state_table = torch.arange(requests, dtype=torch.int32, device=device)[:, None]
-        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        super().__init__(m or 1, room)
         head = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-        rows = config.num_key_value_heads * head
-
-        def pool(rows: int, width: int) -> Tensor:
-            return torch.zeros(0, rows, 1, width, dtype=dtype, device=device)
+        page, width = self.page_size, config.num_key_value_heads * head
 
         def layer(number: int) -> BlockLayerCaches | MeanLayerCaches:
-            key, value = pool(self.page_size, rows), pool(self.page_size, rows)
+            key, value = self.pool(page, width), self.pool(page, width)
             if m is None:
-                return BlockLayerCaches(key, value, pool(self.page_size, config.index_head_dim))
-            ring = max(1, m - 1 + drafts)  # a call has its own tokens in hand
+                return BlockLayerCaches(key, value, self.pool(page, config.index_head_dim))
             size = config.indexer_head_dim
-            states = torch.zeros(requests, ring, size, dtype=wide, device=device)
-            angles = None if number else pool(self.page_size, 2 * rotary)
-            index = pool(self.page_size // m, size)
-            return MeanLayerCaches(key, value, index, states, angles)
+            angles = None if number else self.pool(page, 2 * rotary)
+            index = self.pool(page // m, size)
+            return MeanLayerCaches(key, value, index, self.states(m, size), angles)
 
         self.layers = [layer(number) for number in range(layers)]
-        self.reserve(capacity)
+        self.reserve(room["capacity"])
 
 
 def _pool_of(config: Any) -> int | None:
@@ -340,7 +318,7 @@ def attention_forward(of: _Model, page_size: int, drafts: int) -> Callable[..., 
         layer: PagedLayer = taken_over(cache, module.layer_idx, numbers, of.theirs, made)
         return layer
 
-    @takes_cache
+    @attends
     def selected(
         self: Any,
         hidden_states: Tensor,
@@ -351,25 +329,14 @@ def attention_forward(of: _Model, page_size: int, drafts: int) -> Callable[..., 
         **others: Any,
     ) -> tuple[Tensor, None]:
         requests, tokens, _hidden = hidden_states.shape
-        refuse_what_differs(self, others)
         of.check(self)
         # Qwen4-Exp hands over the angles of the cached tokens too
         cos, sin = (
             each[:, -tokens:].expand(requests, -1, -1).contiguous() for each in position_embeddings
         )
         layer = None if cache is None else taken(cache, self, hidden_states, cos.shape[-1])
-        cached, valid = cached_by(layer)
-        found = read(
-            self.layer_idx,
-            attention_mask,
-            requests,
-            tokens,
-            valid,
-            cached,
-            position_ids,
-            position_embeddings[0],
-            of.layer is _MeanLayer,
-        )
+        given = position_ids, position_embeddings[0], of.layer is _MeanLayer
+        found = read(self.layer_idx, attention_mask, *extent(hidden_states, layer), *given)
         x, cos, sin = (found.gathered(each) for each in (hidden_states, cos, sin))
         if layer is None:
             layer = taken(None, self, x, cos.shape[-1])

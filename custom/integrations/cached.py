@@ -47,6 +47,19 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
     return named
 
 
+def attends(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The `forward` of an attention, whose cache comes as for `takes_cache`; what it would compute
+    otherwise is refused first."""
+
+    @takes_cache
+    @wraps(forward)
+    def asked(self: Any, *args: Any, **options: Any) -> Any:
+        _refuse_what_differs(self, options)
+        return forward(self, *args, **options)
+
+    return asked
+
+
 W = TypeVar("W")
 
 
@@ -85,9 +98,11 @@ class _Weights:
         return self._state() == self.state and all(at.get(n) is x for at, n, x in self.held)
 
 
-def cached_by(layer: PagedLayer | None) -> tuple[int, Tensor | None]:
-    """How many positions a layer of the cache holds, and which of them have a token."""
-    return (0, None) if layer is None else (layer.tokens, layer.valid)
+def extent(x: Tensor, layer: PagedLayer | None) -> tuple[int, int, Tensor | None, int]:
+    """Requests and tokens of hidden states; which positions that a layer of the cache holds have a
+    token, and how many it holds."""
+    valid, cached = (None, 0) if layer is None else (layer.valid, layer.tokens)
+    return x.shape[0], x.shape[1], valid, cached
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -202,7 +217,7 @@ def taken_over(
     return taken
 
 
-def refuse_what_differs(self: Any, options: dict[str, Any]) -> None:
+def _refuse_what_differs(self: Any, options: dict[str, Any]) -> None:
     """What the model's own attention would do, and ours does not."""
     if self.training and self.attention_dropout:
         raise NotSupported(

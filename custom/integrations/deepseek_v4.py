@@ -18,7 +18,7 @@ from ..compression import entry_positions
 from ..dispatch.common import quantized
 from ..dispatch.errors import NotSupported, need
 from .dsa import dequantized_linear, format_of, laid, option_of, projections, quantized_arguments
-from .paged import check_page, more_pages, more_room, token_positions
+from .paged import check_page, more_pages, more_room, page_of, token_positions
 
 need("transformers.models.deepseek_v4", __name__, '"transformers>=5.17,<6"')
 
@@ -28,7 +28,6 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (  # noqa: E402
 )
 
 _SELECTING = "compressed_sparse_attention"
-_RATIOS_OF_PAGES = (1, 2, 4, 8)  # entries of a page; else a multiple of 16
 
 
 @dataclass(frozen=True)
@@ -392,15 +391,3 @@ class V4Caches:
             found[f"{prefix}sin"] = sin.repeat_interleave(2, -1)
             found[f"{prefix}cos"] = cos.repeat_interleave(2, -1)
         return found
-
-
-def page_of(page_size: int, ratios: set[int]) -> int:
-    """The next size from `page_size` on whose pages of entries, for each ratio, are legal."""
-
-    def holds(page: int, ratio: int) -> bool:
-        return page % ratio == 0 and (page // ratio in _RATIOS_OF_PAGES or page // ratio % 16 == 0)
-
-    page = page_size
-    while not all(holds(page, ratio) for ratio in ratios):
-        page += page_size
-    return page

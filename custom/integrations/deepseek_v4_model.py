@@ -15,7 +15,7 @@ from torch import Tensor
 from ..dispatch.errors import NotSupported
 from ..hyper_connections import npu_hc_post, npu_hc_pre
 from ..sparse_attention_v4 import npu_sparse_attention_v4_pto
-from .cached import Converted, RingLayer, cached_by, refuse_what_differs, takes_cache
+from .cached import Converted, RingLayer, attends, extent
 from .deepseek_v4 import (
     SparseAttentionV4Weights,
     V4Caches,
@@ -143,7 +143,7 @@ def attention_forward(
     turned: dict[int, OncePerForward] = {}  # by ratio
     options: dict[str, Any] = dict(page_size=page_size, drafts=drafts)
 
-    @takes_cache
+    @attends
     def forward(
         self: Any,
         hidden_states: Tensor,
@@ -153,23 +153,12 @@ def attention_forward(
         cache: Cache | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        requests, tokens, _hidden = hidden_states.shape
-        refuse_what_differs(self, others)
         w = converted(self, hidden_states)
         layer = None if cache is None else _taken_over(cache, self, hidden_states, options)
-        cached, valid = cached_by(layer)
         fixed = None if layer is None else layer.fixed
-        found = read(
-            self.layer_idx,
-            attention_mask,
-            requests,
-            tokens,
-            valid,
-            cached,
-            self.sliding_window,
-            position_ids,
-            fixed,
-        )
+        _, tokens, valid, cached = held = extent(hidden_states, layer)
+        given = self.sliding_window, position_ids, fixed
+        found = read(self.layer_idx, attention_mask, *held, *given)
         x = found.gathered(hidden_states).contiguous()
         if layer is None:
             alone = dict(layers=[self.layer_idx], capacity=x.shape[1], **_sizes(x))

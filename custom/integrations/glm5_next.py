@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..compression import npu_compressor
 from ..dispatch.errors import NotSupported
@@ -22,11 +22,10 @@ from ..sparse_attention import (
     npu_mla_prolog_pto,
     npu_sparse_flash_attention,
 )
-from .cached import Converted, RingLayer, cached_by, refuse_what_differs, taken_over, takes_cache
-from .deepseek_v4 import page_of
+from .cached import Converted, RingLayer, attends, extent, taken_over
 from .dsa import SharedAttentionWeights, check_format, format_of, shared_of
 from .masks import WHERE, OncePerForward, Texts, padded
-from .paged import LayersOfPages, check_page, slots_of, token_positions
+from .paged import PagesAndStates, Room, check_page, slots_of, token_positions
 
 from transformers.cache_utils import Cache, DynamicIndexedLayer  # isort: skip  # as the others
 
@@ -40,49 +39,27 @@ class PoolLayerCaches(NamedTuple):
     states: Tensor | None  # [requests, ring, 2 Di]
 
 
-class PoolCaches(LayersOfPages):
+class PoolCaches(PagesAndStates):
     """Pages of latents and of pools, which share a block table, and a ring of states a request.
 
     Args:
         config: of the text model.
         layers: numbers of layers with sparse attention.
-        drafts: tokens that may be taken back.
+        room: for what, see `Room`.
     """
 
-    whole = ("states",)
-
-    def __init__(
-        self,
-        config: Any,
-        layers: list[int],
-        *,
-        requests: int,
-        capacity: int,
-        page_size: int,
-        drafts: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: Any, layers: list[int], **room: Unpack[Room]) -> None:
         m, size = config.index_kpool, config.index_head_dim
-        super().__init__(requests, page_of(page_size, {m}), device)
-        self.drafts = drafts
-        self.state_table = torch.arange(requests, dtype=torch.int32, device=device)[:, None]
-        wide = torch.float64 if dtype is torch.float64 else torch.float32
-
-        def pool(rows: int, width: int) -> Tensor:
-            return torch.zeros(0, rows, 1, width, dtype=dtype, device=device)
-
+        super().__init__(m, room)
         self.layers = []
         for layer in layers:
-            caches = PoolLayerCaches(
-                pool(self.page_size, config.kv_lora_rank), pool(self.page_size, 0), None, None
-            )
+            latents = self.pool(self.page_size, config.kv_lora_rank), self.pool(self.page_size, 0)
+            caches = PoolLayerCaches(*latents, None, None)
             if config.indexer_types[layer] != "shared":
-                ring = max(1, m - 1 + drafts)  # a call has its own tokens in hand
-                states = torch.zeros(requests, ring, 2 * size, dtype=wide, device=device)
-                caches = caches._replace(pools=pool(self.page_size // m, size), states=states)
+                pools = self.pool(self.page_size // m, size)
+                caches = caches._replace(pools=pools, states=self.states(m, 2 * size))
             self.layers.append(caches)
-        self.reserve(capacity)
+        self.reserve(room["capacity"])
 
 
 class _PoolLayer(RingLayer):  # type: ignore[no-untyped-call]
@@ -238,7 +215,7 @@ def attention_forward(
     converted = Converted(lambda layer, _: _weights(layer, weight_format))
     read, options = OncePerForward(_read), dict(page_size=page_size, drafts=drafts)
 
-    @takes_cache
+    @attends
     def forward(
         self: Any,
         hidden_states: Tensor,
@@ -247,15 +224,13 @@ def attention_forward(
         prev_topk_indices: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None, Tensor | None]:
-        requests, tokens, _hidden = hidden_states.shape
-        refuse_what_differs(self, others)
         w = converted(self, hidden_states)
         layer = None if cache is None else _taken_over(cache, self, hidden_states, options)
-        cached, valid = cached_by(layer)
-        found = read(self.layer_idx, attention_mask, requests, tokens, valid, cached)
+        found = read(self.layer_idx, attention_mask, *extent(hidden_states, layer))
         x = found.gathered(hidden_states).contiguous()
         if layer is None:
             layer = _taken_over(None, self, x, options)
+        tokens = hidden_states.shape[1]
         pools = layer.append(tokens)
         layer.valid = found.valid
         chosen = None if prev_topk_indices is None else found.gathered(prev_topk_indices)

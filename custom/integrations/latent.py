@@ -21,7 +21,7 @@ from torch import Tensor
 from ..attention import npu_fused_infer_attention_score_v2
 from ..dispatch.errors import NotSupported
 from ..sparse_attention import npu_mla_prolog_pto
-from .cached import Converted, PagedLayer, cached_by, refuse_what_differs, taken_over, takes_cache
+from .cached import Converted, PagedLayer, attends, extent, taken_over
 from .dsa import SharedAttentionWeights, check_format, format_of, shared_of
 from .masks import WHERE, OncePerForward, Texts, texts, unmasked
 from .paged import PagedCaches, check_page, token_positions
@@ -138,7 +138,7 @@ def attention_forward(
 
         return taken_over(cache, module.layer_idx, numbers, DynamicLayer, made)
 
-    @takes_cache
+    @attends
     def absorbed(
         self: Any,
         hidden_states: Tensor,
@@ -148,11 +148,10 @@ def attention_forward(
         **others: Any,
     ) -> tuple[Tensor, None]:
         requests, tokens, _hidden = hidden_states.shape
-        refuse_what_differs(self, others)
         w = converted(self, hidden_states)
         layer = None if cache is None else taken(cache, self, hidden_states)
-        cached, valid = cached_by(layer)
-        found = read(self.layer_idx, attention_mask, requests, tokens, valid, cached, hidden_states)
+        held = extent(hidden_states, layer)
+        found = read(self.layer_idx, attention_mask, *held, hidden_states)
         none = hidden_states[..., :0]
         cos, sin = (
             each.expand(requests, -1, -1).contiguous()

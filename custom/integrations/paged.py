@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -72,6 +72,21 @@ def more_room(pool: Any, pages: int) -> Any:
     return torch.cat([pool, pool.new_zeros(pages, *pool.shape[1:])])
 
 
+_RATIOS_OF_PAGES = (1, 2, 4, 8)  # entries of a page; else a multiple of 16
+
+
+def page_of(page_size: int, ratios: set[int]) -> int:
+    """The next size from `page_size` on whose pages of entries, for each ratio, are legal."""
+
+    def holds(page: int, ratio: int) -> bool:
+        return page % ratio == 0 and (page // ratio in _RATIOS_OF_PAGES or page // ratio % 16 == 0)
+
+    page = page_size
+    while not all(holds(page, ratio) for ratio in ratios):
+        page += page_size
+    return page
+
+
 class LayersOfPages:
     """Tuples of pools [pages, ..] a layer, whose pages share a block table, and room for more.
 
@@ -107,6 +122,40 @@ class LayersOfPages:
             )
             for layer in self.layers
         ]
+
+
+class Room(TypedDict):
+    """For `requests` texts of `capacity` positions that may become more, in pages of `page_size`,
+    of which the last `drafts` tokens may be taken back."""
+
+    requests: int
+    capacity: int
+    page_size: int
+    drafts: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class PagesAndStates(LayersOfPages):
+    """Pages that hold a row for every m tokens as well, and a ring of states a request: those of
+    the tokens whose row is open."""
+
+    whole = ("states",)
+
+    def __init__(self, m: int, room: Room) -> None:
+        requests, device = room["requests"], room["device"]
+        super().__init__(requests, page_of(room["page_size"], {m}), device)
+        self.drafts, self._dtype, self._device = room["drafts"], room["dtype"], device
+        self.state_table = torch.arange(requests, dtype=torch.int32, device=device)[:, None]
+
+    def pool(self, rows: int, width: int) -> Tensor:
+        return torch.zeros(0, rows, 1, width, dtype=self._dtype, device=self._device)
+
+    def states(self, m: int, width: int) -> Tensor:
+        ring = max(1, m - 1 + self.drafts)  # a call has its own tokens in hand
+        dtype = torch.float64 if self._dtype is torch.float64 else torch.float32
+        shape = self.block_table.shape[0], ring, width
+        return torch.zeros(shape, dtype=dtype, device=self._device)
 
 
 class PagedCaches(LayersOfPages):

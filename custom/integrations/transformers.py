@@ -52,7 +52,7 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp  # noqa: E402
 
 from . import block_sparse, deepseek_v4_model, glm5_next, latent  # noqa: E402
 from .attention import register  # noqa: E402
-from .cached import Converted, PagedLayer, cached_by, refuse_what_differs, takes_cache  # noqa: E402
+from .cached import Converted, PagedLayer, attends, extent, takes_cache  # noqa: E402
 from .deepseek_v4 import (  # noqa: E402
     SparseAttentionV4Weights,
     sparse_attention_v4_weights,
@@ -189,7 +189,7 @@ def _attention_forward(weight_format: str | None, page_size: int) -> Callable[..
 
     converted = Converted(weights)
 
-    @takes_cache
+    @attends
     def forward(
         self: Any,
         hidden_states: Tensor,
@@ -201,11 +201,9 @@ def _attention_forward(weight_format: str | None, page_size: int) -> Callable[..
         **options: Any,
     ) -> tuple[Tensor, None] | tuple[Tensor, None, Tensor | None]:
         requests, tokens, _hidden = hidden_states.shape
-        refuse_what_differs(self, options)
         w = converted(self, hidden_states)
         layer = None if cache is None else _paged_layer(cache, self, hidden_states, page_size)
-        cached, valid = cached_by(layer)
-        found = _read_mask(self.layer_idx, attention_mask, requests, tokens, valid, cached)
+        found = _read_mask(self.layer_idx, attention_mask, *extent(hidden_states, layer))
         cos, sin = (each.expand(requests, -1, -1).contiguous() for each in position_embeddings)
         x, cos, sin = (found.gathered(each) for each in (hidden_states, cos, sin))
         if layer is None:
@@ -542,15 +540,21 @@ def _kimi_delta_forward(
 
 # --------------------------------------------------------------------------------- the replacement
 
+_GATED_DELTA = (
+    modeling_qwen3_next.Qwen3NextGatedDeltaNet,
+    modeling_qwen3_5.Qwen3_5GatedDeltaNet,
+    modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet,
+    modeling_olmo_hybrid.OlmoHybridGatedDeltaNet,
+    modeling_qwen4_exp.Qwen4ExpTextGatedDeltaNet,
+)
+_KIMI_DELTA = (
+    modeling_kimi_linear.KimiLinearDeltaAttention,
+    modeling_glm5_next.Glm5NextTextLinearAttention,
+    *_LING,
+)
 _LINEAR: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
-    (modeling_qwen3_next.Qwen3NextGatedDeltaNet, _gated_delta_forward),
-    (modeling_qwen3_5.Qwen3_5GatedDeltaNet, _gated_delta_forward),
-    (modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet, _gated_delta_forward),
-    (modeling_olmo_hybrid.OlmoHybridGatedDeltaNet, _gated_delta_forward),
-    (modeling_qwen4_exp.Qwen4ExpTextGatedDeltaNet, _gated_delta_forward),
-    (modeling_kimi_linear.KimiLinearDeltaAttention, _kimi_delta_forward),
-    (modeling_glm5_next.Glm5NextTextLinearAttention, _kimi_delta_forward),
-    *((each, _kimi_delta_forward) for each in _LING),
+    *((each, _gated_delta_forward) for each in _GATED_DELTA),
+    *((each, _kimi_delta_forward) for each in _KIMI_DELTA),
     (
         modeling_olmo_hybrid.OlmoHybridAttentionDecoderLayer,  # it is told of positions too
         _with_documents(modeling_olmo_hybrid.OlmoHybridAttentionDecoderLayer),

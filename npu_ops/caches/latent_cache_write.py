@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import quantized
+from ...dispatch.ops.caches.latent_cache_write import Arguments
 from ..common import cores, entry, quantize, ragged, tiling, tune
 
 
@@ -77,28 +79,19 @@ def unsupported(ckv: Tensor, kind: str, row_layout: str, **_: Any) -> str | None
     return quantize.only_int8(kind) or tiling.not_multiplied(ckv=ckv)
 
 
-def forward(
-    ckv: Tensor,
-    k_rope: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    kind: str,
-    row_layout: str,
-    scale_format: str,
-    k_nope_clip_alpha: Tensor | None,
-    rope_head_dim: int,
-) -> None:
+def forward(**x: Unpack[Arguments]) -> None:
+    ckv, k_rope, rows, k_nope_clip_alpha = x["ckv"], x["k_rope"], x["rows"], x["k_nope_clip_alpha"]
     if ckv.shape[0] * rows.numel() == 0:
         return
     pages, page = rows.shape[:2]
-    values, rope, scales = quantized.row_parts(rows, row_layout, torch.int8, k_rope.dtype)
+    values, rope, scales = quantized.row_parts(rows, x["row_layout"], torch.int8, k_rope.dtype)
     write[(min(ckv.shape[0], cores.vector()),)](
         ckv,
         k_rope,
         values,
         rope,
         scales,
-        ragged.int32(slots),
+        ragged.int32(x["slots"]),
         ckv if k_nope_clip_alpha is None else k_nope_clip_alpha,
         ckv.shape[0],
         page,
@@ -111,7 +104,7 @@ def forward(
         ROW=rows.shape[-1],
         TILES=quantized.LATENT // quantized.TILE,
         SIZE=quantized.TILE,
-        ROTARY=rope_head_dim,
+        ROTARY=x["rope_head_dim"],
         ALPHA=k_nope_clip_alpha is not None,
         **tune.only("latent_cache_write.write").keywords,
     )

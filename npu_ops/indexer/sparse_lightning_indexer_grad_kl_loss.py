@@ -18,14 +18,15 @@ and lightning_indexer_grad takes d down to the indexer's inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.indexer.sparse_lightning_indexer_grad_kl_loss import Arguments
 from ..common import cores, entry, ragged, tiling, tune
 from ..sparse_attention.sparse_flash_attention import gather, resolved
 from . import lightning_indexer_grad
@@ -171,31 +172,14 @@ def unsupported(
     )
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    sparse_indices: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    scale_value: float,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    actual_seq_qlen: Sequence[int] | None,
-    actual_seq_klen: Sequence[int] | None,
-    layout: str | None,
-    sparse_mode: int | None,
-    pre_tokens: int | None,
-    next_tokens: int | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    layout, device = layout or "BSND", query.device
-    mode = 3 if sparse_mode is None else sparse_mode
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, sparse_indices = x["query"], x["key"], x["sparse_indices"]
+    query_index, key_index, weights = x["query_index"], x["key_index"], x["weights"]
+    layout, device = x["layout"] or "BSND", query.device
+    mode = 3 if x["sparse_mode"] is None else x["sparse_mode"]
     act_q, act_k = (
-        None if x is None else torch.tensor(x, dtype=torch.int32, device=device)
-        for x in (actual_seq_qlen, actual_seq_klen)
+        None if each is None else torch.tensor(each, dtype=torch.int32, device=device)
+        for each in (x["actual_seq_qlen"], x["actual_seq_klen"])
     )
     plan = ragged.plan(query, key, act_q, act_k, None, layout, layout, mode)
     count = sparse_indices.shape[-1]
@@ -204,21 +188,8 @@ def forward(
         loss = memory.empty([1], torch.float32, device).zero_()
         d.zero_()
     else:
-        lse = _log_sums(softmax_max, softmax_sum, sinks)
-        loss = _losses(
-            query,
-            key,
-            query_index,
-            key_index,
-            weights,
-            sparse_indices,
-            lse,
-            scale_value,
-            query_rope,
-            key_rope,
-            plan,
-            d,
-        )
+        lse = _log_sums(x["softmax_max"], x["softmax_sum"], x["sinks"])
+        loss = _losses(x, lse, plan, d)
     grads = lightning_indexer_grad.backward(
         query_index, key_index, d, sparse_indices, weights, act_q, act_k, layout, mode, None, None
     )
@@ -234,21 +205,11 @@ def _log_sums(peak: Tensor, total: Tensor, sinks: Tensor | None) -> Tensor:
     return lse.view(-1, lse.shape[-1])
 
 
-def _losses(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    weights: Tensor,
-    sparse_indices: Tensor,
-    lse: Tensor,
-    scale: float,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    plan: ragged.Plan,
-    d: Tensor,
-) -> Tensor:
+def _losses(x: Arguments, lse: Tensor, plan: ragged.Plan, d: Tensor) -> Tensor:
     """The loss by token; writes d."""
+    query, key, sparse_indices = x["query"], x["key"], x["sparse_indices"]
+    query_index, key_index, scale = x["query_index"], x["key_index"], x["scale_value"]
+    query_rope, key_rope = x["query_rope"], x["key_rope"]
     (heads, size), (index_heads, index_size) = query.shape[-2:], query_index.shape[-2:]
     device, dtype, count = query.device, query.dtype, sparse_indices.shape[-1]
     # without the rotary part its arguments are there, but not read
@@ -269,8 +230,8 @@ def _losses(
     dense_rope = memory.empty((at_once, wide, rope), dtype, device)
     dense_index = memory.empty((at_once, wide, index_size), dtype, device)
     copies = tune.only("sparse_flash_attention.gather")
-    q, qr, qi = (x.flatten(0, -3) for x in (query, q_rope, query_index))
-    w = weights.flatten(0, -2)
+    q, qr, qi = (each.flatten(0, -3) for each in (query, q_rope, query_index))
+    w = x["weights"].flatten(0, -2)
     for first in range(0, plan.rows, at_once):
         rows = min(at_once, plan.rows - first)
         span = (first, rows, wide)

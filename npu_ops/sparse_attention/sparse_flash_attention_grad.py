@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory, rope
+from ...dispatch.ops.sparse_attention.sparse_flash_attention_grad import Arguments
 from ..common import cores, ragged, tiling, tune, tuples
 from ..common.ragged import TND, Layout, Strides, keys_of, tokens_of
 from ..indexer.lightning_indexer_grad import spread_over, spread_width
@@ -307,38 +309,18 @@ def _by_position(indices: Tensor, block: int) -> Tensor:
     return each.flatten(1)
 
 
-def backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    sparse_indices: Tensor,
-    d_out: Tensor,
-    out: Tensor,
-    softmax_max: Tensor,
-    softmax_sum: Tensor,
-    scale_value: float,
-    sparse_block_size: int,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    actual_seq_qlen: Tensor | None,
-    actual_seq_kvlen: Tensor | None,
-    layout: str | None,
-    sparse_mode: int | None,
-    pre_tokens: int | None,
-    next_tokens: int | None,
-    attention_mode: int | None,
-    d_softmax_sum: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    layout = layout or "BSND"
+def backward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query, key, sparse_indices = x["query"], x["key"], x["sparse_indices"]
+    query_rope, key_rope, layout = x["query_rope"], x["key_rope"], x["layout"] or "BSND"
     plan = ragged.plan(
         query,
         key,
-        actual_seq_qlen,
-        actual_seq_kvlen,
+        x["actual_seq_qlen"],
+        x["actual_seq_kvlen"],
         None,
         layout,
         layout,
-        3 if sparse_mode is None else sparse_mode,
+        3 if x["sparse_mode"] is None else x["sparse_mode"],
     )
     device, dtype, (heads, latent) = query.device, query.dtype, query.shape[-2:]
     of_query, of_key = rope.given(query_rope, key_rope)
@@ -356,14 +338,14 @@ def backward(
         d_query.zero_()
         d_query_rope.zero_()
     else:
-        q, r, g, o = (x.flatten(0, -3) for x in (query, q_rope, d_out, out))
+        q, r, g, o = (each.flatten(0, -3) for each in (query, q_rope, x["d_out"], x["out"]))
         delta, lse = (memory.empty((plan.rows, heads), torch.float32, device) for _ in range(2))
         row_sums[(cores.vector(),)](
             g,
             o,
-            softmax_max,
-            softmax_sum,
-            d_softmax_sum,
+            x["softmax_max"],
+            x["softmax_sum"],
+            x["d_softmax_sum"],
             delta,
             lse,
             plan.rows,
@@ -373,9 +355,9 @@ def backward(
             LATENT=latent,
             **tune.only("sparse_flash_attention_grad.row_sums").keywords,
         )
-        indices = _by_position(sparse_indices, sparse_block_size)
+        indices = _by_position(sparse_indices, x["sparse_block_size"])
         strides = (*q.stride()[:2], *r.stride()[:2], *g.stride()[:2])
-        shared = dict(scale=scale_value, LATENT=latent, ROTARY=rotary)
+        shared = dict(scale=x["scale_value"], LATENT=latent, ROTARY=rotary)
         _queries(
             (q, r, g),
             key,
@@ -390,7 +372,7 @@ def backward(
             shared,
         )
         _keys((q, r, g), key, k_rope, indices, delta, lse, sums, plan, strides, shared)
-    d_key, d_key_rope = (x.to(dtype) for x in sums)
+    d_key, d_key_rope = (each.to(dtype) for each in sums)
     none = torch.empty([0], dtype=dtype, device=device)
     return d_query, d_key, none, d_query_rope, none.clone() if key_rope is None else d_key_rope
 

@@ -28,6 +28,7 @@ TOY: dict[int, dict[str, str | list[tuple[str, str]]]] = {
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -38,8 +39,8 @@ SCHEMA = "npu_toy(Tensor x, Tensor weight, *, float scale=1.0) -> Tensor"
 ONNX = "Toy"
 
 
-def check(x: Tensor, weight: Tensor, scale: float) -> None:
-    c = Checker("npu_toy")
+def check(c: Checker, a: Mapping[str, Any]) -> None:
+    x, weight = a["x"], a["weight"]
     c.same_device(x=x, weight=weight)
     c.floating("x", x)
     c.same_dtype(x=x, weight=weight)

@@ -11,7 +11,7 @@ import re
 import sys
 from html import unescape
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -262,9 +262,8 @@ def test_a_page_for_newcomers_names_what_exists(page, code):
 @pytest.fixture
 def site(monkeypatch):
     """docs/hooks.py and docs/docstrings.py, whose packages only `make docs` installs."""
-    stands_in = dict(
-        MkDocsConfig=object, File=object, Files=object, Extension=object, Object=object
-    )
+    classes = ("MkDocsConfig", "File", "Files", "Extension", "Object", "Function")
+    stands_in = dict.fromkeys(classes, object)
     stands_in["event_priority"] = lambda _: lambda function: function
     for name in (
         "mkdocs",
@@ -336,6 +335,30 @@ def test_the_first_page_of_the_site_is_the_readme_with_its_pictures(site):
 def test_an_example_of_a_docstring_becomes_code(site):
     _, docstrings = site
     assert docstrings.fenced("A.\n\n>>> f(1)\n2") == "A.\n\n```python\n>>> f(1)\n2\n```"
+
+
+def test_a_page_has_what_a_decorator_completes(site):
+    _, docstrings = site
+
+    class Function(SimpleNamespace):
+        pass
+
+    docstrings.griffe.Function = Function
+    text = "Base.\n\nArgs:\n    x: a number.\n\nReturns:\n    It.\n\nRaises:\n    E: never."
+    x = SimpleNamespace(name="x")
+    base = Function(parameters=[x], docstring=SimpleNamespace(value=text), decorators=[])
+    for decorator, own in (("variant_of", "args"), ("described_by", "x")):
+        made = Function(
+            parameters=[SimpleNamespace(name=own)],
+            docstring=SimpleNamespace(value="Own.\n\nReturns:\n    Two.\n\n>>> f(1)\n2"),
+            decorators=[SimpleNamespace(value="op"), SimpleNamespace(value=f"{decorator}(base)")],
+            parent={"base": base},
+        )
+        docstrings.Fenced().on_object(obj=made)
+        assert made.parameters == [x]
+        assert made.docstring.value == (
+            text.replace("Base.", "Own.").replace("It.", "Two.") + "\n\n```python\n>>> f(1)\n2\n```"
+        )
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -15,6 +15,7 @@ import typing
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from custom.dispatch.errors import BackendUnavailable
 from custom.dispatch.registry import BY_NAME, SPECS
 
 import custom
+from custom._op import variant_of
 from custom.bench import __main__ as bench
 from custom.bench import host
 from custom.bench.presets import presets
@@ -138,6 +140,41 @@ def test_what_a_docstring_lacks_is_found():
     npu_toy.__doc__ += "\n\nReturns:\n    The sum.\n\nExample: see `npu_merge_topk`."
     assert [*lacking("npu_toy", npu_toy)] == ["Args: y", "an example"], "only for a gradient"
     assert [*lacking("npu_toy_grad", npu_toy)] == ["Args: y"]
+
+
+def test_a_variant_takes_what_its_base_takes():
+    def base(x: int, *, flag: bool = False) -> int:
+        """Base.
+
+        Args:
+            x: a number.
+            flag: a flag.
+
+        Returns:
+            It.
+
+        Raises:
+            ValueError: never.
+        """
+
+    @variant_of(base)
+    def variant(*_: Any, **__: Any) -> str:
+        """Variant.
+
+        Args:
+            flag: another.
+
+        Returns:
+            A word.
+
+        >>> variant(1)
+        """
+
+    assert str(inspect.signature(variant)) == "(x: 'int', *, flag: 'bool' = False) -> 'str'"
+    assert typing.get_type_hints(variant) == {"x": int, "flag": bool, "return": str}
+    assert inspect.signature(base).return_annotation == "int"
+    wanted = inspect.cleandoc(base.__doc__).replace("Base", "Variant").replace("It", "A word")
+    assert variant.__doc__ == wanted.replace("a flag", "another") + "\n\n>>> variant(1)"
 
 
 def test_info_lists_every_op_and_variable():

@@ -16,7 +16,6 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ...errors import NotSupported
@@ -47,8 +46,7 @@ class Arguments(TypedDict):
 FLOAT8 = (torch.float8_e5m2, torch.float8_e4m3fn)
 
 
-def check(**x: Unpack[Arguments]) -> None:
-    c = Checker("npu_fused_attention")
+def check(c: Checker, x: Arguments) -> None:
     check_inputs(c, x)
     if x["v"].dtype not in FLOAT8:
         c.same_dtype(q=x["q"], v=x["v"])
@@ -77,8 +75,7 @@ def check_inputs(c: Checker, x: Arguments) -> None:
         c.shape("k", k, "Tk Hk D")
         c.shape("v", v, "Tk Hk Dv")
         for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            c.integer(name, cu_seqlens)
-            c.shape(name, cu_seqlens, "L")
+            c.integers(name, cu_seqlens, "L")
             c.at_least(f"{name}.numel()", cu_seqlens.shape[0], 1)
             c.contiguous(**{name: cu_seqlens})
             layouts.prefix_sums(c, name, cu_seqlens, c.sizes[f"T{name[-1]}"])

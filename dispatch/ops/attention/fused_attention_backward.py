@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from . import fused_attention
@@ -38,9 +37,8 @@ class Arguments(fused_attention.Arguments):
     grad_lse: Tensor | None
 
 
-def check(**x: Unpack[Arguments]) -> None:
+def check(c: Checker, x: Arguments) -> None:
     grad_o, q, o, lse, grad_lse = x["grad_o"], x["q"], x["o"], x["lse"], x["grad_lse"]
-    c = Checker("npu_fused_attention_backward")
     check_inputs(c, x)
     c.same_device(q=q, grad_o=grad_o, o=o, lse=lse, grad_lse=grad_lse)
     c.same_dtype(q=q, v=x["v"], o=o, grad_o=grad_o)

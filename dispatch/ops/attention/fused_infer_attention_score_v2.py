@@ -22,7 +22,6 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ...op_spec import UNLIMITED
@@ -112,8 +111,7 @@ class Arguments(TypedDict):
     out_dtype: int | None
 
 
-def check(**x: Unpack[Arguments]) -> None:
-    c = Checker("npu_fused_infer_attention_score_v2")
+def check(c: Checker, x: Arguments) -> None:
     c.require(
         x["input_layout"] in LAYOUTS,
         f"`input_layout` is {x['input_layout']!r}, expected one of "

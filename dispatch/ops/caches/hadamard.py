@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +16,8 @@ SCHEMA = f"npu_hadamard(Tensor x, float scale={quantized.INDEX**-0.5!r}) -> Tens
 ONNX = "Hadamard"
 
 
-def check(x: Tensor, **_: Any) -> None:
-    c = Checker("npu_hadamard")
+def check(c: Checker, a: Mapping[str, Any]) -> None:
+    x: Tensor = a["x"]
     c.floating("x", x)
     c.require(
         x.ndim in (1, 2, 3, 4) and x.shape[-1] == quantized.INDEX,

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import quantized
@@ -35,9 +34,8 @@ class Arguments(TypedDict):
     hadamard_round: str
 
 
-def check(**x: Unpack[Arguments]) -> None:
+def check(c: Checker, x: Arguments) -> None:
     k, values, scales, slots, kind = x["k"], x["values"], x["scales"], x["slots"], x["kind"]
-    c = Checker("npu_index_cache_write")
     c.same_device(k=k, values=values, scales=scales, slots=slots)
     quantization.kind(c, kind, x["scale_format"])
     c.one_of("hadamard_round", x["hadamard_round"], "bf16", "fp32")

@@ -14,7 +14,6 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import quantized
@@ -39,10 +38,9 @@ class Arguments(TypedDict):
     rope_head_dim: int
 
 
-def check(**x: Unpack[Arguments]) -> None:
+def check(c: Checker, x: Arguments) -> None:
     ckv, k_rope, rows, slots, kind = x["ckv"], x["k_rope"], x["rows"], x["slots"], x["kind"]
     row_layout, rotary = x["row_layout"], x["rope_head_dim"]
-    c = Checker("npu_latent_cache_write")
     alpha = x["k_nope_clip_alpha"]
     c.same_device(ckv=ckv, k_rope=k_rope, rows=rows, slots=slots, k_nope_clip_alpha=alpha)
     quantization.kind(c, kind, x["scale_format"])

@@ -12,7 +12,6 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import quantized
@@ -36,9 +35,8 @@ class Arguments(TypedDict):
     hadamard_round: str
 
 
-def check(**x: Unpack[Arguments]) -> None:
+def check(c: Checker, x: Arguments) -> None:
     q, weights = x["q"], x["weights"]
-    c = Checker("npu_quantize_index_query")
     c.same_device(q=q, weights=weights)
     quantization.kind(c, x["kind"], x["scale_format"])
     c.one_of("hadamard_round", x["hadamard_round"], "bf16", "fp32")

@@ -40,15 +40,13 @@ def inputs(
     width = c.sizes["W"]
     c.require(2 <= width <= 4, f"`weight` has {width} taps, expected 2 to 4 (shape [W, D]).")
     if bias is not None:
-        c.floating("bias", bias)
-        c.shape("bias", bias, "D")
+        c.floats("bias", bias, "D")
         c.contiguous(bias=bias)
     c.dense_rows(x=x)
 
 
 def prefix_sums(c: Checker, query_start_loc: Tensor) -> None:
-    c.integer("query_start_loc", query_start_loc)
-    c.shape("query_start_loc", query_start_loc, "N+1")
+    c.integers("query_start_loc", query_start_loc, "N+1")
     c.contiguous(query_start_loc=query_start_loc)
     c.at_least("query_start_loc.numel()", c.sizes["N+1"], 1)
     c.sizes["N"] = c.sizes["N+1"] - 1
@@ -58,22 +56,19 @@ def prefix_sums(c: Checker, query_start_loc: Tensor) -> None:
 def states(c: Checker, name: str, tensor: Tensor, *, columns: str = "W-1") -> None:
     """[N, W - 1, D], any strides."""
     c.sizes["W-1"] = c.sizes["W"] - 1
-    c.floating(name, tensor)
-    c.shape(name, tensor, f"N {columns} D")
+    c.floats(name, tensor, f"N {columns} D")
 
 
 def pool(c: Checker, name: str, tensor: Tensor, wanted: str) -> None:
     """Any strides in which no two numbers share memory."""
-    c.floating(name, tensor)
-    c.shape(name, tensor, wanted)
+    c.floats(name, tensor, wanted)
     c.apart(name, tensor, "states")
 
 
 def indices(c: Checker, name: str, tensor: Tensor | None) -> None:
     """One number a sequence."""
     if tensor is not None:
-        c.integer(name, tensor)
-        c.shape(name, tensor, "N")
+        c.integers(name, tensor, "N")
         c.contiguous(**{name: tensor})
 
 

@@ -5,12 +5,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
 from ...check import Checker
 from . import layouts
+
+
+class OfOutputs(TypedDict):
+    """What a gradient takes of the outputs; None: nobody used the final states."""
+
+    d_out: Tensor
+    d_final_state: Tensor | None
 
 
 def heads(c: Checker, of_key: str, of_value: str, **tensors: Tensor) -> None:
@@ -82,6 +89,5 @@ def gradients(c: Checker, query: str, of_value: str, of_state: str, x: Mapping[s
     c.shape("d_out", d_out, of_value)
     c.dense_rows(d_out=d_out)
     if d_final_state is not None:
-        c.floating("d_final_state", d_final_state)
-        c.shape("d_final_state", d_final_state, of_state)
+        c.floats("d_final_state", d_final_state, of_state)
         c.contiguous(d_final_state=d_final_state)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,3 +40,10 @@ def backward(
     dense = {name: None if grad is None else grad.contiguous() for name, grad in grads.items()}
     found = getattr(torch.ops.custom, op)(**dense, **x, **ctx.options)
     return {name: grad for name, grad in zip(learned, found, strict=True) if x[name] is not None}
+
+
+def empty(x: Mapping[str, Any], *names: str) -> tuple[Tensor, ...]:
+    """For a fake: like each of these arguments; for one that is None [0], like the first one."""
+    none = x[names[0]].new_empty([0])
+    given = (none if x[name] is None else x[name] for name in names)
+    return tuple(each.new_empty(each.shape) for each in given)

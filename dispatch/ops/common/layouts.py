@@ -9,8 +9,9 @@ options(...)     sparse_mode, pre_tokens, next_tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -27,6 +28,20 @@ _KEYS = {"BSND": "B S2", "TND": "T2", "PA_BSND": "pages P"}
 SMALL_PAGES = (1, 2, 4, 8)  # of entries, as a page of tokens over cmp_ratio
 
 Named = tuple[str, Tensor | None]
+
+
+class OneLayout(TypedDict):
+    """Options of torch_npu's gradients: `layout` is that of queries and keys."""
+
+    layout: str | None
+    sparse_mode: int | None
+    pre_tokens: int | None
+    next_tokens: int | None
+
+
+def named(x: Mapping[str, Any], query: str, key: str) -> tuple[Named, Named]:
+    """The arguments of these names."""
+    return (query, x[query]), (key, x[key])
 
 
 def letters(c: Checker, query: tuple[str, str], key: tuple[str, str]) -> tuple[str, str]:
@@ -84,8 +99,7 @@ def lengths(
                 + ("prefix sums without the leading 0." if layout_ == "TND" else "a length each."),
             )
             continue
-        c.integer(name, tensor)
-        c.shape(name, tensor, "B")
+        c.integers(name, tensor, "B")
         c.contiguous(**{name: tensor})
     if layout_key == "PA_BSND":
         if block_table is None:
@@ -94,8 +108,7 @@ def lengths(
                 "of each block of positions."
             )
             return
-        c.integer("block_table", block_table)
-        c.shape("block_table", block_table, "B max_pages")
+        c.integers("block_table", block_table, "B max_pages")
         c.dense_rows(block_table=block_table)
         page = c.sizes["P"]
         c.require(

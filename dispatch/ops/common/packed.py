@@ -7,24 +7,23 @@ query [T, N, D]   key [pages, P, .., D]   block_table [B, max_pages]   both leng
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Mapping
+from typing import Any
 
 from ...check import Checker
 from ...values import known
 from . import layouts
 
-Named = tuple[str, Tensor | None]
 
-
-def lengths(c: Checker, query: Named, key: Named, block_table: Tensor) -> None:
-    """`query` and `key` are (argument, tensor) of the lengths; T, P and pages are known."""
-    page = c.sizes["P"]
+def lengths(c: Checker, x: Mapping[str, Any], of_query: str, of_key: str) -> None:
+    """The lengths have these names among the arguments `x`; T, P and pages are known."""
+    page, block_table = c.sizes["P"], x["block_table"]
+    query, key = layouts.named(x, of_query, of_key)
     c.require(
         page % 16 == 0 and page > 0,
         f"the page size is {page}, expected a multiple of 16 (from `key`).",
     )
-    c.integer("block_table", block_table)
-    c.shape("block_table", block_table, "B max_pages")
+    c.integers("block_table", block_table, "B max_pages")
     c.dense_rows(block_table=block_table)
     for (name, tensor), reach in (
         (query, c.sizes["T"]),
@@ -33,8 +32,7 @@ def lengths(c: Checker, query: Named, key: Named, block_table: Tensor) -> None:
         if tensor is None:
             c.fail(f"`{name}` is missing, and packed tokens need it. Pass [B], a length each.")
             return
-        c.integer(name, tensor)
-        c.shape(name, tensor, "B")
+        c.integers(name, tensor, "B")
         c.contiguous(**{name: tensor})
         layouts.values(c, name, tensor, "BSND", reach)
     name, tensor = query

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +19,11 @@ from ...values import known
 from . import quantization
 
 Table = Mapping[str, tuple[Tensor, str]]
+
+
+def table(x: Mapping[str, Any], **shapes: str) -> dict[str, tuple[Tensor, str]]:
+    """The arguments of these names, where they are given."""
+    return {name: (x[name], shape) for name, shape in shapes.items() if x[name] is not None}
 
 
 def tensors(

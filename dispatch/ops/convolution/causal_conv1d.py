@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ..common import convolutions, gradients
@@ -34,11 +33,7 @@ class Arguments(TypedDict):
     activation: str | None
 
 
-def check(**a: Unpack[Arguments]) -> None:
-    inputs(Checker("npu_causal_conv1d"), a)
-
-
-def inputs(c: Checker, a: Arguments) -> None:
+def check(c: Checker, a: Arguments) -> None:
     """What the op and its gradient ask of the tensors that they share."""
     initial_states = a["initial_states"]
     c.same_device(

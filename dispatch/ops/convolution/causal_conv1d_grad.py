@@ -12,12 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
-from ..common import convolutions
+from ..common import convolutions, gradients
 from . import causal_conv1d
-from .causal_conv1d import inputs
 
 SCHEMA = (
     "npu_causal_conv1d_grad(Tensor x, Tensor weight, Tensor d_out, Tensor? bias=None, *,"
@@ -32,13 +30,9 @@ class Arguments(causal_conv1d.Arguments):
     d_final_states: Tensor | None
 
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def check(**a: Unpack[Arguments]) -> None:
+def check(c: Checker, a: Arguments) -> None:
     x, d_out, d_final_states = a["x"], a["d_out"], a["d_final_states"]
-    c = Checker("npu_causal_conv1d_grad")
-    inputs(c, a)
+    causal_conv1d.check(c, a)
     c.same_device(x=x, d_out=d_out, d_final_states=d_final_states)
     c.same_dtype(x=x, d_out=d_out)
     c.shape("d_out", d_out, "B S D" if a["query_start_loc"] is None else "T D")
@@ -47,10 +41,5 @@ def check(**a: Unpack[Arguments]) -> None:
         convolutions.states(c, "d_final_states", d_final_states)
 
 
-def fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None, **_: Any
-) -> Gradients:
-    def like(tensor: Tensor | None) -> Tensor:
-        return x.new_empty([0]) if tensor is None else tensor.new_empty(tensor.shape)
-
-    return like(x), like(weight), like(bias), like(initial_states)
+def fake(**a: Any) -> tuple[Tensor, ...]:
+    return gradients.empty(a, "x", "weight", "bias", "initial_states")

@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ..common import convolutions
@@ -44,10 +43,9 @@ class Arguments(TypedDict):
     retrieve_parent_token: Tensor | None
 
 
-def check(**a: Unpack[Arguments]) -> None:
+def check(c: Checker, a: Arguments) -> None:
     conv_state_indices, query_start_loc = a["conv_state_indices"], a["query_start_loc"]
     num_accepted_tokens, disable_state_update = a["num_accepted_tokens"], a["disable_state_update"]
-    c = Checker("npu_causal_conv1d_update")
     c.same_device(
         x=a["x"],
         conv_states=a["conv_states"],
@@ -116,8 +114,7 @@ def _check_verification(
                 c, "intermediate_conv_window", "steps", c.sizes["steps"], c.sizes["S"]
             )
     if retrieve_parent_token is not None:
-        c.integer("retrieve_parent_token", retrieve_parent_token)
-        c.shape("retrieve_parent_token", retrieve_parent_token, "N columns")
+        c.integers("retrieve_parent_token", retrieve_parent_token, "N columns")
         c.contiguous(retrieve_parent_token=retrieve_parent_token)
         if query_start_loc is None:
             convolutions.enough(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ...op_spec import Variant
@@ -57,11 +56,7 @@ GE = "FusedCausalConv1d"
 ONNX = "FusedCausalConv1d"
 
 
-def check(**x: Unpack[Arguments]) -> None:
-    inputs(Checker("npu_fused_causal_conv1d"), x)
-
-
-def inputs(c: Checker, a: Arguments) -> None:
+def check(c: Checker, a: Arguments) -> None:
     x, query_start_loc, num_computed_tokens = a["x"], a["query_start_loc"], a["num_computed_tokens"]
     blocks = dict(
         block_idx_first_scheduled_token=a["block_idx_first_scheduled_token"],
@@ -134,8 +129,7 @@ def _check_lines(
         return
     if by_block:
         c.at_least("block_size", 128 if block_size is None else block_size, 2)
-        c.integer("cache_indices", cache_indices)
-        c.shape("cache_indices", cache_indices, "N blocks")
+        c.integers("cache_indices", cache_indices, "N blocks")
         c.contiguous(cache_indices=cache_indices)
     else:
         convolutions.indices(c, "cache_indices", cache_indices)
@@ -146,10 +140,9 @@ def fake(x: Tensor, **_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def check_in_place(**a: Unpack[Arguments]) -> None:
+def check_in_place(c: Checker, a: Arguments) -> None:
     x = a["x"]
-    c = Checker("npu_fused_causal_conv1d_v2")
-    inputs(c, a)
+    check(c, a)
     convolutions.pool(c, "x", x, "T D" if x.ndim == 2 else "B S D")
 
 

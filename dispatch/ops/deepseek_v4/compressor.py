@@ -13,14 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import compressed, quantized
 from ...common.compressed import BY_PAGE, RING
 from ..common import layouts, quantization
 from . import compressor_dense
-from .compressor_dense import inputs, of_state, together
+from .compressor_dense import of_state, together
 
 SCHEMA = (
     "npu_compressor(Tensor x, Tensor wkv, Tensor? wgate, Tensor(a!) state_cache, Tensor? ape,"
@@ -60,9 +59,8 @@ class Arguments(compressor_dense.Common):
 KINDS = ("none", "fp8", "int8")
 
 
-def check(**a: Unpack[Arguments]) -> None:
+def check(c: Checker, a: Arguments) -> None:
     x = a["x"]
-    c = Checker("npu_compressor")
     c.same_device(
         x=x,
         state_cache=a["state_cache"],
@@ -74,7 +72,7 @@ def check(**a: Unpack[Arguments]) -> None:
         ln_weight=a["ln_weight"],
         ln_bias=a["ln_bias"],
     )
-    inputs(c, a)
+    compressor_dense.check(c, a)
     c.one_of("hadamard_round", a["hadamard_round"], "bf16", "fp32")
     c.one_of("rope_slice", a["rope_slice"], *compressed.SLICES)
     _layer_norm(c, a)
@@ -131,8 +129,7 @@ def _state(
     quantization.whole_pages(c, state_cache=cache)
     _table(c, "state_block_table", table)
     if start_pos is not None:
-        c.integer("start_pos", start_pos)
-        c.shape("start_pos", start_pos, "B")
+        c.integers("start_pos", start_pos, "B")
         c.contiguous(start_pos=start_pos)
     ring(c, table, c.sizes["P"], ratio, coff, mode)
 

@@ -14,7 +14,6 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import compressed
@@ -53,11 +52,7 @@ class Arguments(Common):
     rope_cos: Tensor
 
 
-def check(**x: Unpack[Arguments]) -> None:
-    inputs(Checker("npu_compressor_dense"), x)
-
-
-def inputs(c: Checker, a: Mapping[str, Any]) -> None:
+def check(c: Checker, a: Mapping[str, Any]) -> None:
     """What the op, its gradient and the one with caches ask of the arguments that they share; of
     the latter gate, norm and rotation may be None."""
     x, wkv, wgate, ape, norm_weight = a["x"], a["wkv"], a["wgate"], a["ape"], a["norm_weight"]
@@ -92,8 +87,7 @@ def inputs(c: Checker, a: Mapping[str, Any]) -> None:
     tokens = "B S" if cu_seqlens is None else "T"
     c.shape("x", x, f"{tokens} H")
     if cu_seqlens is not None:
-        c.integer("cu_seqlens", cu_seqlens)
-        c.shape("cu_seqlens", cu_seqlens, "B+1")
+        c.integers("cu_seqlens", cu_seqlens, "B+1")
         c.require(
             cu_seqlens.shape[0] > 0,
             "`cu_seqlens` has no numbers, expected [B + 1], the first of them 0.",
@@ -113,8 +107,7 @@ def inputs(c: Checker, a: Mapping[str, Any]) -> None:
         c.shape("wgate", wgate, "coff*D H")
         c.shape("ape", ape, "m coff*D")
     if seqused is not None:
-        c.integer("seqused", seqused)
-        c.shape("seqused", seqused, "B")
+        c.integers("seqused", seqused, "B")
         c.contiguous(seqused=seqused)
         layouts.values(c, "seqused", seqused, "BSND", c.sizes["S" if cu_seqlens is None else "T"])
     _rotation(c, x, cu_seqlens, rope_sin, rope_cos, a["rope_head_dim"], cmp_ratio)

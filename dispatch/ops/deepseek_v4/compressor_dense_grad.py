@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
+from ..common import gradients
 from . import compressor_dense
-from .compressor_dense import ARGUMENTS, inputs
+from .compressor_dense import ARGUMENTS
 
 SCHEMA = (
     f"npu_compressor_dense_grad(Tensor d_out, {ARGUMENTS})"
@@ -25,17 +25,14 @@ class Arguments(compressor_dense.Arguments):
     d_out: Tensor
 
 
-def check(**a: Unpack[Arguments]) -> None:
+def check(c: Checker, a: Arguments) -> None:
     x, d_out = a["x"], a["d_out"]
-    c = Checker("npu_compressor_dense_grad")
-    inputs(c, a)
+    compressor_dense.check(c, a)
     c.same_device(x=x, d_out=d_out)
     c.same_dtype(x=x, d_out=d_out)
     c.shape("d_out", d_out, "B C D" if a["cu_seqlens"] is None else "E D")
     c.dense_rows(d_out=d_out)
 
 
-def fake(
-    x: Tensor, wkv: Tensor, wgate: Tensor, ape: Tensor, norm_weight: Tensor, **_: Any
-) -> tuple[Tensor, ...]:
-    return tuple(each.new_empty(each.shape) for each in (x, wkv, wgate, ape, norm_weight))
+def fake(**a: Any) -> tuple[Tensor, ...]:
+    return gradients.empty(a, "x", "wkv", "wgate", "ape", "norm_weight")

@@ -15,7 +15,6 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import nz
@@ -43,10 +42,9 @@ class Arguments(TypedDict):
 WEIGHTS = ("w_o_a", "w_o_b")
 
 
-def check(**a: Unpack[Arguments]) -> None:
+def check(c: Checker, a: Arguments) -> None:
     attn_out, w_o_a, w_o_b = a["attn_out"], a["w_o_a"], a["w_o_b"]
     weight_quant_mode = a["weight_quant_mode"]
-    c = Checker("npu_grouped_o_proj_pto")
     scales = dict(
         dequant_scale_w_o_a=a["dequant_scale_w_o_a"], dequant_scale_w_o_b=a["dequant_scale_w_o_b"]
     )

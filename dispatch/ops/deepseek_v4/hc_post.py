@@ -7,6 +7,7 @@ x [T, h] or [B, S, h]   residual [.., hc, h]   post [.., hc]   comb [.., hc, hc]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -19,12 +20,9 @@ SCHEMA = "npu_hc_post(Tensor x, Tensor residual, Tensor post, Tensor comb) -> Te
 GE = "HcPost"
 
 
-def check(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> None:
-    inputs(Checker("npu_hc_post"), x, residual, post, comb)
-
-
-def inputs(c: Checker, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> str:
+def check(c: Checker, a: Mapping[str, Tensor]) -> str:
     """What every op asks of these; the letters in front of a token's own sizes."""
+    x, residual, post, comb = (a[name] for name in _SAVED)
     c.same_device(x=x, residual=residual, post=post, comb=comb)
     c.floating("residual", residual)
     c.same_dtype(residual=residual, x=x)

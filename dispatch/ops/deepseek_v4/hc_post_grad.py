@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from ...check import Checker
-from .hc_post import inputs
+from ..common import gradients
+from . import hc_post
 
 SCHEMA = (
     "npu_hc_post_grad(Tensor x, Tensor residual, Tensor post, Tensor comb, Tensor d_out)"
@@ -18,21 +20,14 @@ SCHEMA = (
 FUNCTION = "backward"
 
 
-def check(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, d_out: Tensor) -> None:
-    c = Checker("npu_hc_post_grad")
-    letters = inputs(c, x, residual, post, comb)
+def check(c: Checker, a: Mapping[str, Tensor]) -> None:
+    x, d_out = a["x"], a["d_out"]
+    letters = hc_post.check(c, a)
     c.same_device(x=x, d_out=d_out)
     c.same_dtype(x=x, d_out=d_out)
     c.shape("d_out", d_out, f"{letters} hc h")
     c.contiguous(d_out=d_out)
 
 
-def fake(
-    x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, **_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        x.new_empty(x.shape),
-        residual.new_empty(residual.shape),
-        post.new_empty(post.shape),
-        comb.new_empty(comb.shape),
-    )
+def fake(**a: Any) -> tuple[Tensor, ...]:
+    return gradients.empty(a, "x", "residual", "post", "comb")

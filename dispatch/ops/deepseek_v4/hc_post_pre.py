@@ -5,6 +5,7 @@ hc_post.py and hc_pre.py; it gives (residual, y, post, comb)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -27,10 +28,9 @@ class Arguments(hc_pre.Gates):
     comb: Tensor
 
 
-def check(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, **rest: Any) -> None:
-    c = Checker("npu_hc_post_pre")
-    hc_post.inputs(c, x, residual, post, comb)
-    hc_pre.inputs(c, ("residual", residual), **rest)
+def check(c: Checker, a: Mapping[str, Any]) -> None:
+    hc_post.check(c, a)
+    hc_pre.inputs(c, a, "residual")
 
 
 def fake(residual: Tensor, hc_fn: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

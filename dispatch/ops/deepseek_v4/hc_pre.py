@@ -10,12 +10,13 @@ The head of a model has hc_fn [hc, hc h], hc_scale [1], hc_base [hc]; its post a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from ...check import Checker
+from ...check import Checker, tensors
 
 SCHEMA = (
     "npu_hc_pre(Tensor x, Tensor hc_fn, Tensor hc_scale, Tensor hc_base, *, SymInt hc_mult=4,"
@@ -45,34 +46,23 @@ class Arguments(Gates):
 STREAMS = 4
 
 
-def check(x: Tensor, **rest: Any) -> None:
-    inputs(Checker("npu_hc_pre"), ("x", x), **rest)
+def check(c: Checker, a: Arguments) -> None:
+    inputs(c, a, "x")
 
 
-def inputs(
-    c: Checker,
-    streams: tuple[str, Tensor],
-    hc_fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    hc_mult: int,
-    hc_sinkhorn_iters: int,
-    norm_eps: float,
-    hc_eps: float,
-    norm_weight: Tensor | None,
-) -> None:
+def inputs(c: Checker, a: Mapping[str, Any], name: str) -> None:
     """What hc_pre asks of its arguments, whatever the op calls the streams."""
-    name, x = streams
-    wide = dict(hc_fn=hc_fn, hc_scale=hc_scale, hc_base=hc_base)
-    if norm_weight is not None:
-        wide["norm_weight"] = norm_weight
+    x: Tensor = a[name]
+    hc_fn: Tensor = a["hc_fn"]
+    wide = tensors(a, "hc_fn", "hc_scale", "hc_base", "norm_weight")
     c.same_device(**{name: x}, **wide)
     c.floating(name, x)
     for argument, tensor in wide.items():
         c.dtype(argument, tensor, parameter_dtype(x))
     c.require(
-        hc_mult == STREAMS,
-        f"`hc_mult` is {hc_mult}, expected {STREAMS}: other numbers of streams are not supported.",
+        a["hc_mult"] == STREAMS,
+        f"`hc_mult` is {a['hc_mult']}, expected {STREAMS}: other numbers of streams are not "
+        "supported.",
     )
     rows(c, name, x)
     own, whole = c.sizes["hc"], (2 + STREAMS) * STREAMS
@@ -83,13 +73,12 @@ def inputs(
             "model."
         )
     c.shape("hc_fn", hc_fn, "mix hc*h")
-    c.shape("hc_scale", hc_scale, "1" if is_head(hc_fn) else "3")
-    c.shape("hc_base", hc_base, "mix")
-    if norm_weight is not None:
-        c.shape("norm_weight", norm_weight, "h")
-    c.at_least("hc_sinkhorn_iters", hc_sinkhorn_iters, 1)
-    c.at_least("norm_eps", norm_eps, 0)
-    c.at_least("hc_eps", hc_eps, 0)
+    c.shape("hc_scale", a["hc_scale"], "1" if is_head(hc_fn) else "3")
+    c.shape("hc_base", a["hc_base"], "mix")
+    if "norm_weight" in wide:
+        c.shape("norm_weight", wide["norm_weight"], "h")
+    for option, least in (("hc_sinkhorn_iters", 1), ("norm_eps", 0), ("hc_eps", 0)):
+        c.at_least(option, a[option], least)
     c.contiguous(**{name: x}, **wide)
 
 

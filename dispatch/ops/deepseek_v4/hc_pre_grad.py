@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ...check import Checker
+from ...check import Checker, tensors
 from . import hc_pre
-from .hc_pre import inputs, is_head, parameter_dtype
+from .hc_pre import is_head, parameter_dtype
 
 SCHEMA = (
     "npu_hc_pre_grad(Tensor x, Tensor hc_fn, Tensor hc_scale, Tensor hc_base, Tensor d_y,"
@@ -28,20 +28,19 @@ class Arguments(hc_pre.Arguments):
     d_comb: Tensor
 
 
-def check(
-    x: Tensor, hc_fn: Tensor, d_y: Tensor, d_post: Tensor, d_comb: Tensor, **rest: Any
-) -> None:
-    c = Checker("npu_hc_pre_grad")
-    c.same_device(x=x, d_y=d_y, d_post=d_post, d_comb=d_comb)
-    inputs(c, ("x", x), hc_fn, **rest)
+def check(c: Checker, a: Arguments) -> None:
+    x, head = a["x"], is_head(a["hc_fn"])
+    grads = tensors(a, "d_y", "d_post", "d_comb")
+    c.same_device(x=x, **grads)
+    hc_pre.check(c, a)
     letters = "B S" if x.ndim == 4 else "T"
-    c.same_dtype(x=x, d_y=d_y)
-    c.dtype("d_post", d_post, parameter_dtype(x))
-    c.dtype("d_comb", d_comb, parameter_dtype(x))
-    c.shape("d_y", d_y, f"{letters} h")
-    c.shape("d_post", d_post, "0" if is_head(hc_fn) else f"{letters} hc")
-    c.shape("d_comb", d_comb, "0" if is_head(hc_fn) else f"{letters} hc hc")
-    c.contiguous(d_y=d_y, d_post=d_post, d_comb=d_comb)
+    c.same_dtype(x=x, d_y=a["d_y"])
+    c.dtype("d_post", a["d_post"], parameter_dtype(x))
+    c.dtype("d_comb", a["d_comb"], parameter_dtype(x))
+    c.shape("d_y", a["d_y"], f"{letters} h")
+    c.shape("d_post", a["d_post"], "0" if head else f"{letters} hc")
+    c.shape("d_comb", a["d_comb"], "0" if head else f"{letters} hc hc")
+    c.contiguous(**grads)
 
 
 def fake(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -27,17 +28,14 @@ _MODES = {
 }
 
 
-def check(q: Tensor, kv_quant_mode: int, tile_size: int, rope_head_dim: int, **x: Any) -> None:
-    c = Checker("npu_kv_quant_sparse_attn_sharedkv")
-    modes = dict(kv_quant_mode=kv_quant_mode, tile_size=tile_size, rope_head_dim=rope_head_dim)
-    for name, mode in modes.items():
-        only, meaning = _MODES[name]
-        c.require(mode == only, f"`{name}` is {mode}, expected {only} ({meaning}).")
+def check(c: Checker, x: Mapping[str, Any]) -> None:
+    for name, (only, meaning) in _MODES.items():
+        c.require(x[name] == only, f"`{name}` is {x[name]}, expected {only} ({meaning}).")
     c.require(
         x["layout_kv"] == "PA_ND",
         f"`layout_kv` is {x['layout_kv']!r}, expected 'PA_ND': rows of 8 bits lie in pages.",
     )
-    sharedkv.inputs(c, q, str(quantized.V4_WIDTH), str(quantized.V4_ROW), x)
+    sharedkv.inputs(c, x["q"], str(quantized.V4_WIDTH), str(quantized.V4_ROW), x)
     for name in ("ori_kv", "cmp_kv"):
         if x[name] is not None:
             quantization.v4_pages(c, name, x[name])

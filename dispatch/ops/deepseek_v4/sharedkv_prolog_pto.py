@@ -58,11 +58,10 @@ class Arguments(TypedDict):
 FIRST, SECOND = ("w_dq", "w_kv"), ("w_uq", "w_idx_qb")
 
 
-def check(**x: Unpack[Arguments]) -> None:
+def check(c: Checker, x: Arguments) -> None:
     w_uq, ori_kv, seqused = x["w_uq"], x["ori_kv"], x["seqused"]
     weight_format, kv_kind, index_hadamard = x["weight_format"], x["kv_kind"], x["index_hadamard"]
     weight_quant_mode = x["weight_quant_mode"]
-    c = Checker("npu_sharedkv_prolog_pto")
     scales = dict(
         dequant_scale_w_dq=x["dequant_scale_w_dq"],
         dequant_scale_w_uq=x["dequant_scale_w_uq"],

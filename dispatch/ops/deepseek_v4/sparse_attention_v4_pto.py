@@ -58,8 +58,7 @@ INDEXER = (
 TABLES = (("ori_kv",), ("cmp_state", "idx_state"), ("cmp_kv", "idx_k", "idx_k_scale"))
 
 
-def check(**a: Any) -> None:
-    c = Checker("npu_sparse_attention_v4_pto")
+def check(c: Checker, a: Mapping[str, Any]) -> None:
     mode = a["weight_quant_mode"]
     dtypes = weight_args.quantized_weights(c, mode, (*FIRST, *OUTPUT), SECOND)
     dtypes = {name: dtype for name, dtype in dtypes.items() if a[name] is not None}

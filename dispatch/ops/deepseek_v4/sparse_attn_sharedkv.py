@@ -8,6 +8,7 @@ nothing, or is none of a request, gets out 0 and lse -inf.  `metadata` is not re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ SCHEMA = f"npu_sparse_attn_sharedkv(Tensor q, *, {sharedkv.ARGUMENTS}) -> (Tenso
 GE = "SparseAttnSharedkv"
 
 
-def check(q: Tensor, **x: Any) -> None:
-    c = Checker("npu_sparse_attn_sharedkv")
+def check(c: Checker, x: Mapping[str, Any]) -> None:
+    q: Tensor = x["q"]
     sharedkv.inputs(c, q, "D", "D", x)
     keys = dict(ori_kv=x["ori_kv"], cmp_kv=x["cmp_kv"])
     c.same_dtype(q=q, **keys)

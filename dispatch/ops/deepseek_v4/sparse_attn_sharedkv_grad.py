@@ -7,11 +7,12 @@ d_q, d_ori_kv, d_cmp_kv as what they belong to; d_cmp_kv [0] without `cmp_kv`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from ...check import Checker
+from ...check import Checker, tensors
 from ..sparse_attention.sparse_flash_attention import statistics
 from . import sharedkv
 
@@ -28,17 +29,10 @@ SCHEMA = (
 FUNCTION = "backward"
 
 
-def check(
-    d_out: Tensor,
-    q: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    d_softmax_lse: Tensor | None,
-    **x: Any,
-) -> None:
-    c = Checker("npu_sparse_attn_sharedkv_grad")
+def check(c: Checker, x: Mapping[str, Any]) -> None:
+    q, d_out, out = x["q"], x["d_out"], x["out"]
     c.one_of("layout_kv", x["layout_kv"], "BSND", "TND")
-    c.same_device(q=q, d_out=d_out, out=out, softmax_lse=softmax_lse, d_softmax_lse=d_softmax_lse)
+    c.same_device(**tensors(x, "q", "d_out", "out", "softmax_lse", "d_softmax_lse"))
     sharedkv.inputs(c, q, "D", "D", x)
     keys = dict(ori_kv=x["ori_kv"], cmp_kv=x["cmp_kv"])
     c.same_dtype(q=q, **keys, d_out=d_out, out=out)
@@ -47,11 +41,10 @@ def check(
     c.shape("out", out, f"{rows} N D")
     c.dense_rows(**keys, d_out=d_out, out=out)
     *outer, inner = rows.split()
-    for name, tensor in (("softmax_lse", softmax_lse), ("d_softmax_lse", d_softmax_lse)):
-        if tensor is not None:
-            c.dtype(name, tensor, statistics(q))
-            c.shape(name, tensor, " ".join([*outer, "1", inner, "N"]))
-            c.contiguous(**{name: tensor})
+    for name, tensor in tensors(x, "softmax_lse", "d_softmax_lse").items():
+        c.dtype(name, tensor, statistics(q))
+        c.shape(name, tensor, " ".join([*outer, "1", inner, "N"]))
+        c.contiguous(**{name: tensor})
 
 
 def fake(

@@ -14,9 +14,8 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from ...check import Checker
+from ...check import Checker, tensors
 from ...values import known
 from ..common import delta_rules, gradients
 from .growth import note_growth
@@ -44,28 +43,14 @@ class Arguments(TypedDict):
     allow_neg_eigval: bool
 
 
-def check(**x: Unpack[Arguments]) -> None:
-    inputs(Checker("npu_chunk_gated_delta_rule"), x)
-
-
-def inputs(c: Checker, x: Arguments) -> None:
+def check(c: Checker, x: Arguments) -> None:
     """What the op and its gradient ask of the tensors that they share."""
     query, key, value, beta = x["query"], x["key"], x["value"], x["beta"]
     initial_state, actual_seq_lengths, g = x["initial_state"], x["actual_seq_lengths"], x["g"]
-    c.same_device(
-        query=query,
-        key=key,
-        value=value,
-        beta=beta,
-        initial_state=initial_state,
-        actual_seq_lengths=actual_seq_lengths,
-        g=g,
-    )
+    c.same_device(**tensors(x, *_SAVED))
     delta_rules.heads(c, "T N Dk", "T Nv Dv", query=query, key=key, value=value)
     for name, gate in (("beta", beta), ("g", g)):
-        if gate is not None:
-            c.floating(name, gate)
-            c.shape(name, gate, "T Nv")
+        c.floats(name, gate, "T Nv")
     sigmoid = x["use_beta_sigmoid_in_kernel"]
     c.require(
         beta is not None or not sigmoid,
@@ -84,9 +69,7 @@ def inputs(c: Checker, x: Arguments) -> None:
                 f"`actual_seq_lengths` adds up to {total}, expected lengths from 0 and at most "
                 f"T={c.sizes['T']} tokens. Of prefix sums pass .diff().",
             )
-    if initial_state is not None:
-        c.floating("initial_state", initial_state)
-        c.shape("initial_state", initial_state, "B Nv Dv Dk")
+    c.floats("initial_state", initial_state, "B Nv Dv Dk")
     note_growth(c, key, beta, x, g)
     c.dense_rows(query=query, key=key, value=value, beta=beta, g=g)
     c.contiguous(initial_state=initial_state, actual_seq_lengths=actual_seq_lengths)

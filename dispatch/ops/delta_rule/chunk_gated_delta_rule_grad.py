@@ -9,13 +9,13 @@ The gradient of an argument that is None has shape [0].
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
-from ..common import delta_rules
+from ..common import delta_rules, gradients
 from . import chunk_gated_delta_rule
-from .chunk_gated_delta_rule import inputs
 
 SCHEMA = (
     "npu_chunk_gated_delta_rule_grad(Tensor query, Tensor key, Tensor value, Tensor d_out, *,"
@@ -27,29 +27,14 @@ SCHEMA = (
 FUNCTION = "backward"
 
 
-class Arguments(chunk_gated_delta_rule.Arguments):
-    d_out: Tensor
-    d_final_state: Tensor | None
+class Arguments(chunk_gated_delta_rule.Arguments, delta_rules.OfOutputs):
+    pass
 
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def check(**x: Unpack[Arguments]) -> None:
-    c = Checker("npu_chunk_gated_delta_rule_grad")
-    inputs(c, x)
+def check(c: Checker, x: Arguments) -> None:
+    chunk_gated_delta_rule.check(c, x)
     delta_rules.gradients(c, "query", "T Nv Dv", "B Nv Dv Dk", x)
 
 
-def fake(**x: Unpack[Arguments]) -> Gradients:
-    def like(tensor: Tensor | None) -> Tensor:
-        return x["query"].new_empty([0]) if tensor is None else tensor.new_empty(tensor.shape)
-
-    return (
-        like(x["query"]),
-        like(x["key"]),
-        like(x["value"]),
-        like(x["beta"]),
-        like(x["initial_state"]),
-        like(x["g"]),
-    )
+def fake(**a: Any) -> tuple[Tensor, ...]:
+    return gradients.empty(a, "query", "key", "value", "beta", "initial_state", "g")

@@ -14,9 +14,8 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from ...check import Checker
+from ...check import Checker, tensors
 from ..common import delta_rules, gradients
 from .growth import note_growth
 
@@ -52,39 +51,21 @@ class Arguments(TypedDict):
     allow_neg_eigval: bool
 
 
-def check(**x: Unpack[Arguments]) -> None:
-    inputs(Checker("npu_chunk_kda"), x)
-
-
-def inputs(c: Checker, x: Arguments) -> None:
+def check(c: Checker, x: Arguments) -> None:
     """What the op and its gradient ask of the tensors that they share."""
     q, k, v, g, beta, initial_state = x["q"], x["k"], x["v"], x["g"], x["beta"], x["initial_state"]
     cu_seqlens, A_log, dt_bias = x["cu_seqlens"], x["A_log"], x["dt_bias"]
-    c.same_device(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        A_log=A_log,
-        dt_bias=dt_bias,
-    )
+    c.same_device(**tensors(x, *_SAVED))
     c.one_of("state_layout", x["state_layout"], "kv", "vk")
     delta_rules.heads(c, "B T H K", "B T HV V", q=q, k=k, v=v)
-    c.floating("g", g)
-    c.shape("g", g, "B T HV K")
-    c.floating("beta", beta)
-    c.shape("beta", beta, "B T HV")
+    c.floats("g", g, "B T HV K")
+    c.floats("beta", beta, "B T HV")
     delta_rules.rate(c, x["use_beta_sigmoid_in_kernel"], x["allow_neg_eigval"])
     _check_gate(c, x["use_gate_in_kernel"], A_log, dt_bias, x["lower_bound"])
     c.sizes["N"] = c.sizes["B"]
     if cu_seqlens is not None:
         delta_rules.cut(c, cu_seqlens)
-    if initial_state is not None:
-        c.floating("initial_state", initial_state)
-        c.shape("initial_state", initial_state, STATES[x["state_layout"]])
+    c.floats("initial_state", initial_state, STATES[x["state_layout"]])
     if not x["use_qk_l2norm_in_kernel"]:
         note_growth(c, k, beta, x, None if x["use_gate_in_kernel"] else g)
     c.dense_rows(q=q, k=k, v=v, g=g, beta=beta)
@@ -113,12 +94,9 @@ def _check_gate(
         "`A_log` is None, expected [HV]: without `lower_bound` the gate needs it.",
     )
     delta_rules.lower_bound(c, lower_bound)
-    if A_log is not None:
-        c.floating("A_log", A_log)
-        c.shape("A_log", A_log, "HV")
+    c.floats("A_log", A_log, "HV")
     if dt_bias is not None:
-        c.floating("dt_bias", dt_bias)
-        c.shape("dt_bias", dt_bias, "HV K" if dt_bias.ndim == 2 else "HV*K")
+        c.floats("dt_bias", dt_bias, "HV K" if dt_bias.ndim == 2 else "HV*K")
 
 
 def fake(

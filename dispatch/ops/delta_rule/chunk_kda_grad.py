@@ -12,12 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
-from ..common import delta_rules
+from ..common import delta_rules, gradients
 from . import chunk_kda
-from .chunk_kda import LEARNED, OPTIONS, STATES, inputs
+from .chunk_kda import LEARNED, OPTIONS, STATES
 
 SCHEMA = (
     "npu_chunk_kda_grad(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor d_out, *,"
@@ -27,23 +26,14 @@ SCHEMA = (
 FUNCTION = "backward"
 
 
-class Arguments(chunk_kda.Arguments):
-    d_out: Tensor
-    d_final_state: Tensor | None
+class Arguments(chunk_kda.Arguments, delta_rules.OfOutputs):
+    pass
 
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def check(**x: Unpack[Arguments]) -> None:
-    c = Checker("npu_chunk_kda_grad")
-    inputs(c, x)
+def check(c: Checker, x: Arguments) -> None:
+    chunk_kda.check(c, x)
     delta_rules.gradients(c, "q", "B T HV V", STATES[x["state_layout"]], x)
 
 
-def fake(**arguments: Any) -> Gradients:
-    def like(x: Tensor | None) -> Tensor:
-        return arguments["q"].new_empty([0]) if x is None else x.new_empty(x.shape)
-
-    q, k, v, g, beta, state, A_log, dt_bias = (like(arguments[name]) for name in LEARNED)
-    return q, k, v, g, beta, state, A_log, dt_bias
+def fake(**a: Any) -> tuple[Tensor, ...]:
+    return gradients.empty(a, *LEARNED)

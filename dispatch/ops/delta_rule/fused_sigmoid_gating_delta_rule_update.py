@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ..common import convolutions, delta_rules
@@ -32,10 +31,10 @@ SCHEMA = (
 ONNX = "FusedSigmoidGatingDeltaRuleUpdate"
 
 
-class Arguments(TypedDict):
-    A_log: Tensor
+class Rule(TypedDict):
+    """All but what makes a decay of `a`."""
+
     a: Tensor
-    dt_bias: Tensor
     softplus_beta: float
     softplus_threshold: float
     q: Tensor
@@ -57,13 +56,17 @@ class Arguments(TypedDict):
     allow_neg_eigval: bool
 
 
-def check(**x: Unpack[Arguments]) -> None:
+class Arguments(Rule):
+    A_log: Tensor
+    dt_bias: Tensor
+
+
+def check(c: Checker, x: Arguments) -> None:
     A_log, a, dt_bias, softplus_beta = x["A_log"], x["a"], x["dt_bias"], x["softplus_beta"]
     q, k, v, b, initial_state_indices = x["q"], x["k"], x["v"], x["b"], x["initial_state_indices"]
     scale, cu_seqlens = x["scale"], x["cu_seqlens"]
     intermediate_state_indices = x["intermediate_state_indices"]
     retrieve_parent_token = x["retrieve_parent_token"]
-    c = Checker("npu_fused_sigmoid_gating_delta_rule_update")
     c.same_device(
         q=q,
         k=k,
@@ -126,14 +129,12 @@ def _check_sequences(c: Checker, cu_seqlens: Tensor | None, indices: Tensor) -> 
         c.sizes["N"] = c.sizes["B"]
     else:
         delta_rules.cut(c, cu_seqlens)
-    c.integer("initial_state_indices", indices)
-    c.shape("initial_state_indices", indices, "N")
+    c.integers("initial_state_indices", indices, "N")
 
 
 def pool_of_states(c: Checker, name: str, pool: Tensor, wanted: str) -> None:
     """The leading dimensions have any stride, a state lies in one piece."""
-    c.floating(name, pool)
-    c.shape(name, pool, wanted)
+    c.floats(name, pool, wanted)
     sizes = pool.shape[-3:]
     dense = (sizes[1] * sizes[2], sizes[2], 1)
     c.require(
@@ -163,8 +164,7 @@ def _check_verification(
     )
     if intermediate_states is not None and intermediate_state_indices is not None:
         pool_of_states(c, "intermediate_states", intermediate_states, f"rows steps HV {last}")
-        c.integer("intermediate_state_indices", intermediate_state_indices)
-        c.shape("intermediate_state_indices", intermediate_state_indices, "N")
+        c.integers("intermediate_state_indices", intermediate_state_indices, "N")
         convolutions.distinct(
             c,
             "intermediate_state_indices",
@@ -175,8 +175,7 @@ def _check_verification(
         if cu_seqlens is None:
             c.at_least("steps of `intermediate_states`", c.sizes["steps"], c.sizes["T"])
     if retrieve_parent_token is not None:
-        c.integer("retrieve_parent_token", retrieve_parent_token)
-        c.shape("retrieve_parent_token", retrieve_parent_token, "N columns")
+        c.integers("retrieve_parent_token", retrieve_parent_token, "N columns")
         if cu_seqlens is None:
             c.at_least("columns of `retrieve_parent_token`", c.sizes["columns"], c.sizes["T"])
 

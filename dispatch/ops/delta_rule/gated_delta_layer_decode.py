@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ..common import convolutions, delta_rules
@@ -62,13 +61,12 @@ class Arguments(TypedDict):
     allow_neg_eigval: bool
 
 
-def check(**x: Unpack[Arguments]) -> None:
+def check(c: Checker, x: Arguments) -> None:
     mixed_qkv, z, a, b, A_log = x["mixed_qkv"], x["z"], x["a"], x["b"], x["A_log"]
     dt_bias, norm_weight, state_indices = x["dt_bias"], x["norm_weight"], x["state_indices"]
     conv_bias, scale, softplus_beta = x["conv_bias"], x["scale"], x["softplus_beta"]
     intermediate_state_indices = x["intermediate_state_indices"]
     retrieve_parent_token = x["retrieve_parent_token"]
-    c = Checker("npu_gated_delta_layer_decode")
     c.same_device(
         mixed_qkv=mixed_qkv,
         z=z,
@@ -108,18 +106,14 @@ def check(**x: Unpack[Arguments]) -> None:
         ("norm_weight", norm_weight, "Dv"),
         ("conv_weight", x["conv_weight"], "W C"),
     ):
-        c.floating(name, tensor)
-        c.shape(name, tensor, wanted)
+        c.floats(name, tensor, wanted)
     c.require(
         2 <= c.sizes["W"] <= 4,
         f"`conv_weight` has {c.sizes['W']} taps, expected 2 to 4 (shape [W, C]).",
     )
-    if conv_bias is not None:
-        c.floating("conv_bias", conv_bias)
-        c.shape("conv_bias", conv_bias, "C")
+    c.floats("conv_bias", conv_bias, "C")
     c.sizes["N"] = c.sizes["B"]
-    c.integer("state_indices", state_indices)
-    c.shape("state_indices", state_indices, "B")
+    c.integers("state_indices", state_indices, "B")
     last = "Dk Dv" if x["state_layout"] == "kv" else "Dv Dk"
     convolutions.pool(c, "conv_states", x["conv_states"], "slots L C")
     convolutions.enough(c, "conv_states", "columns", c.sizes["L"], c.sizes["W"] - 1)
@@ -191,8 +185,7 @@ def _check_verification(
             )
         convolutions.enough(c, "intermediate_states", "steps", c.sizes["steps"], c.sizes["S"])
     if retrieve_parent_token is not None:
-        c.integer("retrieve_parent_token", retrieve_parent_token)
-        c.shape("retrieve_parent_token", retrieve_parent_token, "B columns")
+        c.integers("retrieve_parent_token", retrieve_parent_token, "B columns")
         convolutions.enough(c, "retrieve_parent_token", "columns", c.sizes["columns"], c.sizes["S"])
         c.require(
             disable_state_update,

@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from torch import Tensor
-from typing_extensions import Unpack
 
-from ...check import Checker
+from ...check import Checker, tensors
 from ..common import gradients
 
 SCHEMA = (
@@ -32,14 +31,10 @@ class Arguments(TypedDict):
     activation: str
 
 
-def check(**a: Unpack[Arguments]) -> None:
-    inputs(Checker("npu_gated_rms_norm"), a)
-
-
-def inputs(c: Checker, a: Arguments) -> None:
+def check(c: Checker, a: Arguments) -> None:
     """What the op and its gradient ask of the arguments that they share."""
-    x, gate, weight, group_size = a["x"], a["gate"], a["weight"], a["group_size"]
-    c.same_device(x=x, gate=gate, weight=weight)
+    x, gate, weight = a["x"], a["gate"], a["weight"]
+    c.same_device(**tensors(a, *_SAVED))
     c.floating("x", x)
     c.same_dtype(x=x, gate=gate)
     c.floating("weight", weight)
@@ -51,7 +46,7 @@ def inputs(c: Checker, a: Arguments) -> None:
     like(c, "gate", gate, x)
     c.sizes["D"] = size = x.shape[-1]
     c.shape("weight", weight, "D")
-    if group_size is not None:
+    if (group_size := a["group_size"]) is not None:
         c.require(
             group_size > 0 and size % group_size == 0,
             f"`group_size` is {group_size}, expected a divisor of D={size} (from `x`).",

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
+from ..common import gradients
 from . import gated_rms_norm
-from .gated_rms_norm import inputs, like
+from .gated_rms_norm import like
 
 SCHEMA = (
     "npu_gated_rms_norm_grad(Tensor x, Tensor gate, Tensor weight, Tensor d_out,"
@@ -26,15 +26,14 @@ class Arguments(gated_rms_norm.Arguments):
     d_out: Tensor
 
 
-def check(**a: Unpack[Arguments]) -> None:
+def check(c: Checker, a: Arguments) -> None:
     x, d_out = a["x"], a["d_out"]
-    c = Checker("npu_gated_rms_norm_grad")
-    inputs(c, a)
+    gated_rms_norm.check(c, a)
     c.same_device(x=x, d_out=d_out)
     c.same_dtype(x=x, d_out=d_out)
     like(c, "d_out", d_out, x)
     c.dense_rows(d_out=d_out)
 
 
-def fake(x: Tensor, gate: Tensor, weight: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
+def fake(**a: Any) -> tuple[Tensor, ...]:
+    return gradients.empty(a, "x", "gate", "weight")

@@ -13,9 +13,8 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from torch import Tensor
-from typing_extensions import Unpack
 
-from ...check import Checker
+from ...check import Checker, tensors
 from ...values import known
 from ..common import delta_rules
 from .fused_sigmoid_gating_delta_rule_update import pool_of_states
@@ -44,29 +43,16 @@ class Arguments(TypedDict):
     gk: Tensor | None
 
 
-def check(**x: Unpack[Arguments]) -> None:
-    query, key, value, beta, scale = x["query"], x["key"], x["value"], x["beta"], x["scale"]
+def check(c: Checker, x: Arguments) -> None:
+    scale = x["scale"]
     actual_seq_lengths, ssm_state_indices = x["actual_seq_lengths"], x["ssm_state_indices"]
-    num_accepted_tokens, g, gk = x["num_accepted_tokens"], x["g"], x["gk"]
-    c = Checker("npu_recurrent_gated_delta_rule")
-    c.same_device(
-        query=query,
-        key=key,
-        value=value,
-        state=x["state"],
-        beta=beta,
-        actual_seq_lengths=actual_seq_lengths,
-        ssm_state_indices=ssm_state_indices,
-        num_accepted_tokens=num_accepted_tokens,
-        g=g,
-        gk=gk,
-    )
+    num_accepted_tokens = x["num_accepted_tokens"]
+    c.same_device(**tensors(x))
     c.require(scale is None or scale > 0, f"`scale` is {scale}, expected a positive number.")
-    delta_rules.heads(c, "T N Dk", "T Nv Dv", query=query, key=key, value=value)
-    for name, gate, wanted in (("beta", beta, "T Nv"), ("g", g, "T Nv"), ("gk", gk, "T Nv Dk")):
-        if gate is not None:
-            c.floating(name, gate)
-            c.shape(name, gate, wanted)
+    delta_rules.heads(c, "T N Dk", "T Nv Dv", **tensors(x, "query", "key", "value"))
+    c.floats("beta", x["beta"], "T Nv")
+    c.floats("g", x["g"], "T Nv")
+    c.floats("gk", x["gk"], "T Nv Dk")
     pool_of_states(c, "state", x["state"], "slots Nv Dv Dk")
     c.sizes["B"] = 1
     if actual_seq_lengths is not None:
@@ -79,19 +65,13 @@ def check(**x: Unpack[Arguments]) -> None:
             "slot t of token t pass torch.arange(T)."
         )
     else:
-        c.integer("ssm_state_indices", ssm_state_indices)
-        c.shape("ssm_state_indices", ssm_state_indices, "T")
+        c.integers("ssm_state_indices", ssm_state_indices, "T")
         _check_values(c, ssm_state_indices, actual_seq_lengths)
     if num_accepted_tokens is not None:
-        c.integer("num_accepted_tokens", num_accepted_tokens)
-        c.shape("num_accepted_tokens", num_accepted_tokens, "B")
+        c.integers("num_accepted_tokens", num_accepted_tokens, "B")
         _check_accepted(c, num_accepted_tokens, actual_seq_lengths)
-    c.dense_rows(query=query, key=key, value=value, beta=beta, g=g, gk=gk)
-    c.contiguous(
-        actual_seq_lengths=actual_seq_lengths,
-        ssm_state_indices=ssm_state_indices,
-        num_accepted_tokens=num_accepted_tokens,
-    )
+    c.dense_rows(**tensors(x, "query", "key", "value", "beta", "g", "gk"))
+    c.contiguous(**tensors(x, "actual_seq_lengths", "ssm_state_indices", "num_accepted_tokens"))
 
 
 def _check_values(c: Checker, indices: Tensor, lengths: Tensor | None) -> None:

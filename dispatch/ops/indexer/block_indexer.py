@@ -16,9 +16,8 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from ...check import Checker
+from ...check import Checker, tensors
 from ..common import packed
 
 SCHEMA = (
@@ -42,20 +41,15 @@ class Arguments(TypedDict):
     return_value: bool
 
 
-def check(**x: Unpack[Arguments]) -> None:
-    c = Checker("npu_block_indexer")
+def check(c: Checker, x: Arguments) -> None:
     query, key = x["query"], x["key"]
-    lengths = ("actual_seq_lengths", x["actual_seq_lengths"])
-    key_lengths = ("actual_seq_lengths_key", x["actual_seq_lengths_key"])
-    c.same_device(
-        query=query, key=key, block_table=x["block_table"], **dict((lengths, key_lengths))
-    )
+    c.same_device(**tensors(x))
     c.floating("query", query)
     c.same_dtype(query=query, key=key)
     c.shape("query", query, "T N D")
     c.shape("key", key, "pages P 1 D")
     c.dense_rows(query=query, key=key)
-    packed.lengths(c, lengths, key_lengths, x["block_table"])
+    packed.lengths(c, x, "actual_seq_lengths", "actual_seq_lengths_key")
     c.at_least("block_size", x["block_size"], 1)
     c.count("top_k", x["top_k"])
     c.at_least("init_blocks", x["init_blocks"], 0)

@@ -15,9 +15,8 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from ...check import Checker
+from ...check import Checker, tensors
 from .rope import check_rope
 
 SCHEMA = (
@@ -41,22 +40,12 @@ class Arguments(TypedDict):
     softmax_lse: Tensor | None
 
 
-def check(**x: Unpack[Arguments]) -> None:
+def check(c: Checker, x: Arguments) -> None:
     query, key, index_score, indices = x["query"], x["key"], x["index_score"], x["indices"]
-    eps, query_rope, key_rope = x["eps"], x["query_rope"], x["key_rope"]
     softmax_lse = x["softmax_lse"]
-    c = Checker("npu_indexer_loss")
-    rows = dict(
-        query=query,
-        key=key,
-        index_score=index_score,
-        indices=indices,
-        query_rope=query_rope,
-        key_rope=key_rope,
-    )
-    c.same_device(**rows, softmax_lse=softmax_lse)
+    c.same_device(**tensors(x))
     c.floating("query", query)
-    c.same_dtype(query=query, key=key, query_rope=query_rope, key_rope=key_rope)
+    c.same_dtype(**tensors(x, "query", "key", "query_rope", "key_rope"))
     c.floating("index_score", index_score)
     c.integer("indices", indices)
     c.shape("query", query, "B N S D")
@@ -64,13 +53,13 @@ def check(**x: Unpack[Arguments]) -> None:
     c.at_least("heads of `query`", c.sizes["N"], 1)
     c.shape("index_score", index_score, "B S K")
     c.shape("indices", indices, "B S K")
-    check_rope(c, query_rope, key_rope, ("B N S Dr", "B S2 Dr"))
+    check_rope(c, x["query_rope"], x["key_rope"], ("B N S Dr", "B S2 Dr"))
     if softmax_lse is not None:
         c.dtype("softmax_lse", softmax_lse, torch.float32, torch.float64)
         c.shape("softmax_lse", softmax_lse, "B N S")
-    c.require(eps > 0, f"`eps` is {eps}, expected a positive number.")
+    c.require(x["eps"] > 0, f"`eps` is {x['eps']}, expected a positive number.")
     c.at_least("chunk_offset", x["chunk_offset"], 0)
-    c.dense_rows(**rows)
+    c.dense_rows(**{name: each for name, each in tensors(x).items() if name != "softmax_lse"})
 
 
 def fake(query: Tensor, index_score: Tensor, **_: Any) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,8 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from ...check import Checker
+from ...check import Checker, tensors
 
 SCHEMA = (
     "npu_indexer_loss_backward(Tensor grad_loss, Tensor index_score, Tensor indices,"
@@ -33,23 +32,21 @@ class Arguments(TypedDict):
     chunk_offset: int
 
 
-def check(**x: Unpack[Arguments]) -> None:
-    grad_loss, index_score, indices = x["grad_loss"], x["index_score"], x["indices"]
-    target = x["target"]
-    c = Checker("npu_indexer_loss_backward")
-    c.same_device(index_score=index_score, grad_loss=grad_loss, indices=indices, target=target)
+def check(c: Checker, x: Arguments) -> None:
+    index_score, indices = x["index_score"], x["indices"]
+    c.same_device(**tensors(x, "index_score", "grad_loss", "indices", "target"))
     c.floating("index_score", index_score)
     c.integer("indices", indices)
     c.shape("index_score", index_score, "B S K")
     c.shape("indices", indices, "B S K")
-    c.shape("target", target, "B S K")
-    c.shape("grad_loss", grad_loss, "B S")
-    for name, tensor in (("target", target), ("grad_loss", grad_loss)):
+    c.shape("target", x["target"], "B S K")
+    c.shape("grad_loss", x["grad_loss"], "B S")
+    for name, tensor in tensors(x, "target", "grad_loss").items():
         c.dtype(name, tensor, torch.float32, torch.float64)
     c.at_least("key_length", x["key_length"], 0)
     c.at_least("chunk_offset", x["chunk_offset"], 0)
-    c.dense_rows(index_score=index_score, indices=indices, target=target)
-    c.contiguous(grad_loss=grad_loss)
+    c.dense_rows(**tensors(x, "index_score", "indices", "target"))
+    c.contiguous(grad_loss=x["grad_loss"])
 
 
 def fake(index_score: Tensor, **_: Any) -> Tensor:

@@ -11,12 +11,10 @@ sparse_count + 1: behind the chosen entries stands the open one, whose value is 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import layout
@@ -59,13 +57,8 @@ class Arguments(Selection):
     return_value: bool
 
 
-def check(return_value: bool, **arguments: Any) -> None:
-    check_as("npu_lightning_indexer", **arguments)
-
-
-def check_as(op: str, **x: Unpack[Arguments]) -> None:
+def check(c: Checker, x: Selection) -> None:
     """For the op and its variant."""
-    c = Checker(op)
     rows, keys = letters(c, x)
     inputs(c, rows, keys, x["query"], x["key"], x["weights"])
     c.same_device(
@@ -183,7 +176,7 @@ VARIANTS = (
     # and their scores in float32 (float64 of float64); 0 past the number of visible keys
     Variant(
         f"{_SCORES}{ARGUMENTS}{RATIO}) -> (Tensor, Tensor)",
-        partial(check_as, _SCORES),
+        check,
         scored,
         "scored",
         onnx="LightningIndexerScores",

@@ -8,14 +8,13 @@ hidden by the mask adds nothing.
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
-from ...check import Checker
+from ...check import Checker, tensors
 from ...op_spec import UNLIMITED
-from ..common import layouts
+from ..common import gradients, layouts
 from .lightning_indexer import inputs
 
 SCHEMA = (
@@ -28,7 +27,7 @@ GE = "LightningIndexerGrad"
 FUNCTION = "backward"
 
 
-class Arguments(TypedDict):
+class Arguments(layouts.OneLayout):
     query: Tensor
     key: Tensor
     dy: Tensor
@@ -36,38 +35,21 @@ class Arguments(TypedDict):
     weights: Tensor
     actual_seq_lengths_query: Tensor | None
     actual_seq_lengths_key: Tensor | None
-    layout: str | None
-    sparse_mode: int | None
-    pre_tokens: int | None
-    next_tokens: int | None
 
 
-def check(**x: Unpack[Arguments]) -> None:
-    query, dy, sparse_indices, layout = x["query"], x["dy"], x["sparse_indices"], x["layout"]
-    c = Checker("npu_lightning_indexer_grad")
-    layout, rows, keys = layouts.layout(c, layout)
+def check(c: Checker, x: Arguments) -> None:
+    query, dy, sparse_indices = x["query"], x["dy"], x["sparse_indices"]
+    layout, rows, keys = layouts.layout(c, x["layout"])
     inputs(c, rows, keys, query, x["key"], x["weights"])
-    c.same_device(
-        query=query,
-        dy=dy,
-        sparse_indices=sparse_indices,
-        actual_seq_lengths_query=x["actual_seq_lengths_query"],
-        actual_seq_lengths_key=x["actual_seq_lengths_key"],
-    )
+    c.same_device(**tensors(x))
     c.same_dtype(query=query, dy=dy)
-    c.integer("sparse_indices", sparse_indices)
-    c.shape("sparse_indices", sparse_indices, f"{rows} 1 K")
+    c.integers("sparse_indices", sparse_indices, f"{rows} 1 K")
     c.shape("dy", dy, f"{rows} 1 K")
     c.dense_rows(dy=dy, sparse_indices=sparse_indices)
-    layouts.lengths(
-        c,
-        layout,
-        layout,
-        ("actual_seq_lengths_query", x["actual_seq_lengths_query"]),
-        ("actual_seq_lengths_key", x["actual_seq_lengths_key"]),
-    )
+    lengths = layouts.named(x, "actual_seq_lengths_query", "actual_seq_lengths_key")
+    layouts.lengths(c, layout, layout, *lengths)
     layouts.options(c, x["sparse_mode"], x["pre_tokens"], x["next_tokens"])
 
 
-def fake(query: Tensor, key: Tensor, weights: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), weights.new_empty(weights.shape)
+def fake(**a: Any) -> tuple[Tensor, ...]:
+    return gradients.empty(a, "query", "key", "weights")

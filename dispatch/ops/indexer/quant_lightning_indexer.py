@@ -10,12 +10,10 @@ As npu_lightning_indexer, on values whose scales stand beside them.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ...op_spec import UNLIMITED, Variant
@@ -48,15 +46,10 @@ class Arguments(Selection):
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def check(**arguments: Any) -> None:
-    check_as("npu_quant_lightning_indexer", **arguments)
-
-
-def check_as(op: str, **x: Unpack[Arguments]) -> None:
+def check(c: Checker, x: Arguments) -> None:
     """For the op and its variant."""
     query, key, weights = x["query"], x["key"], x["weights"]
     query_dequant_scale = x["query_dequant_scale"]
-    c = Checker(op)
     rows, keys = letters(c, x)
     scales = dict(query_dequant_scale=query_dequant_scale, key_dequant_scale=x["key_dequant_scale"])
     c.same_device(
@@ -118,7 +111,7 @@ VARIANTS = (
     # and their scores in float32; 0 past the number of visible keys
     Variant(
         f"{_SCORES}{ARGUMENTS} -> (Tensor, Tensor)",
-        partial(check_as, _SCORES),
+        check,
         scored,
         "scored",
         onnx="QuantLightningIndexerScores",

@@ -12,13 +12,12 @@ host: of each request (BSND; None: all), or prefix sums (TND).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
-from ...check import Checker
+from ...check import Checker, tensors
 from ...op_spec import UNLIMITED
 from ..common import layouts
 from .rope import check_rope
@@ -34,7 +33,7 @@ SCHEMA = (
 GE = "SparseLightningIndexerGradKLLoss"
 
 
-class Arguments(TypedDict):
+class Arguments(layouts.OneLayout):
     query: Tensor
     key: Tensor
     query_index: Tensor
@@ -48,54 +47,35 @@ class Arguments(TypedDict):
     key_rope: Tensor | None
     actual_seq_qlen: list[int] | None
     actual_seq_klen: list[int] | None
-    layout: str | None
-    sparse_mode: int | None
-    pre_tokens: int | None
-    next_tokens: int | None
     sinks: Tensor | None
 
 
-def check(**x: Unpack[Arguments]) -> None:
+def check(c: Checker, x: Arguments) -> None:
     query, key, query_index, key_index = x["query"], x["key"], x["query_index"], x["key_index"]
-    weights, sparse_indices, softmax_max = x["weights"], x["sparse_indices"], x["softmax_max"]
-    softmax_sum, query_rope, key_rope = x["softmax_sum"], x["query_rope"], x["key_rope"]
-    sinks = x["sinks"]
-    c = Checker("npu_sparse_lightning_indexer_grad_kl_loss")
-    given = dict(
-        query=query,
-        key=key,
-        query_index=query_index,
-        key_index=key_index,
-        weights=weights,
-        sparse_indices=sparse_indices,
-        query_rope=query_rope,
-        key_rope=key_rope,
-    )
-    statistics = dict(softmax_max=softmax_max, softmax_sum=softmax_sum)
-    c.same_device(**given, **statistics, sinks=sinks)
+    statistics = tensors(x, "softmax_max", "softmax_sum")
+    c.same_device(**tensors(x))
     _, rows, keys = layouts.layout(c, x["layout"])
     layouts.options(c, x["sparse_mode"], x["pre_tokens"], x["next_tokens"])
     c.floating("query", query)
-    c.same_dtype(query=query, key=key, query_rope=query_rope, key_rope=key_rope)
+    c.same_dtype(**tensors(x, "query", "key", "query_rope", "key_rope"))
     c.same_dtype(query=query, query_index=query_index, key_index=key_index)
-    c.floating("weights", weights)
-    c.integer("sparse_indices", sparse_indices)
+    c.floating("weights", x["weights"])
+    c.integer("sparse_indices", x["sparse_indices"])
     c.shape("query", query, f"{rows} N D")
     c.shape("key", key, f"{keys} 1 D")
     c.shape("query_index", query_index, f"{rows} Ni Di")
     c.shape("key_index", key_index, f"{keys} 1 Di")
-    c.shape("weights", weights, f"{rows} Ni")
-    c.shape("sparse_indices", sparse_indices, f"{rows} 1 K")
-    check_rope(c, query_rope, key_rope, (f"{rows} N Dr", f"{keys} 1 Dr"))
+    c.shape("weights", x["weights"], f"{rows} Ni")
+    c.shape("sparse_indices", x["sparse_indices"], f"{rows} 1 K")
+    check_rope(c, x["query_rope"], x["key_rope"], (f"{rows} N Dr", f"{keys} 1 Dr"))
     for name, tensor in statistics.items():
         c.dtype(name, tensor, torch.float32, torch.float64)
         c.shape(name, tensor, "B 1 S N" if rows == "B S" else "1 T N")
-    if sinks is not None:
-        c.floating("sinks", sinks)
-        c.shape("sinks", sinks, "N")
+    c.floats("sinks", x["sinks"], "N")
     _check_lengths(c, rows == "B S", x["actual_seq_qlen"], x["actual_seq_klen"])
-    c.dense_rows(**given)
-    c.contiguous(**statistics, sinks=sinks)
+    apart = {*statistics, "sinks"}
+    c.dense_rows(**{name: each for name, each in tensors(x).items() if name not in apart})
+    c.contiguous(**tensors(x, *statistics, "sinks"))
 
 
 def _check_lengths(

@@ -10,6 +10,9 @@ p // (interleave * size) * interleave + p % interleave.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,8 +25,8 @@ SCHEMA = (
 ONNX = "LocalizeIndices"
 
 
-def check(indices: Tensor, rank: int, size: int, interleave: int) -> None:
-    c = Checker("npu_localize_indices")
+def check(c: Checker, a: Mapping[str, Any]) -> None:
+    indices, rank, size, interleave = a["indices"], a["rank"], a["size"], a["interleave"]
     c.integer("indices", indices)
     c.require(
         1 <= indices.ndim <= 4,

@@ -10,6 +10,7 @@ part whose lse_i is not finite is empty, and what it holds is not used.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ SCHEMA = "npu_merge_states(Tensor outs, Tensor lses, Tensor? sums=None) -> (Tens
 ONNX = "MergeStates"
 
 
-def check(outs: Tensor, lses: Tensor, sums: Tensor | None) -> None:
-    c = Checker("npu_merge_states")
+def check(c: Checker, a: Mapping[str, Any]) -> None:
+    outs, lses, sums = a["outs"], a["lses"], a["sums"]
     c.same_device(outs=outs, lses=lses, sums=sums)
     c.floating("outs", outs)
     c.dtype("lses", lses, torch.float32, torch.float64)

@@ -9,18 +9,21 @@ A position that is negative, or beyond 2**31 - 1, is absent.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ...check import Checker
+from ...check import Checker, tensors
 
 SCHEMA = "npu_merge_topk(Tensor values, Tensor positions, SymInt k) -> (Tensor, Tensor)"
 ONNX = "MergeTopK"
 
 
-def check(values: Tensor, positions: Tensor, k: int) -> None:
-    c = Checker("npu_merge_topk")
-    c.same_device(values=values, positions=positions)
+def check(c: Checker, a: Mapping[str, Any]) -> None:
+    values, positions = a["values"], a["positions"]
+    c.same_device(**tensors(a))
     c.floating("values", values)
     c.integer("positions", positions)
     c.require(
@@ -31,7 +34,7 @@ def check(values: Tensor, positions: Tensor, k: int) -> None:
         f"`positions` has shape {list(positions.shape)}, expected {list(values.shape)}, that of "
         "`values`.",
     )
-    c.count("k", k)
+    c.count("k", a["k"])
     c.dense_rows(values=values, positions=positions)
 
 

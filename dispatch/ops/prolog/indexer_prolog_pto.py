@@ -55,26 +55,22 @@ class Arguments(TypedDict):
     scale_format: str
 
 
-def check(**x: Unpack[Arguments]) -> None:
+def check(c: Checker, x: Arguments) -> None:
     query_norm, cache_index = x["query_norm"], x["cache_index"]
-    c = Checker("npu_indexer_prolog_pto")
     dtypes = weight_args.quantized_weights(c, x["weight_quant_mode"], ("weight_k",), ("weight_qb",))
     index_quantized = quantization.index_mode(c, x["kv_cache_quant_mode"])
     c.one_of("scale_format", x["scale_format"], *quantization.SCALE_FORMATS)
     c.one_of("hadamard_round", x["hadamard_round"], "bf16", "fp32")
-    weights = dict(
-        weight_qb=(x["weight_qb"], "Rq Ni*Di"),
-        weight_k=(x["weight_k"], "H Di"),
-        weight_proj=(x["weight_proj"], "H Ni"),
-    )
-    floats = dict(
-        token_x=(x["token_x"], "B S H"),
-        query_norm=(query_norm, "B S Rq"),
-        ln_gamma_k=(x["ln_gamma_k"], "Di"),
-        ln_beta_k=(x["ln_beta_k"], "Di"),
-        rope_sin=(x["rope_sin"], "B S Dr"),
-        rope_cos=(x["rope_cos"], "B S Dr"),
-        index_k_cache=(x["index_k_cache"], "pages P 1 Di"),
+    weights = prologs.table(x, weight_qb="Rq Ni*Di", weight_k="H Di", weight_proj="H Ni")
+    floats = prologs.table(
+        x,
+        token_x="B S H",
+        query_norm="B S Rq",
+        ln_gamma_k="Di",
+        ln_beta_k="Di",
+        rope_sin="B S Dr",
+        rope_cos="B S Dr",
+        index_k_cache="pages P 1 Di",
     )
     scales = weight_args.named(("weight_qb", "weight_k"), x)
     of_norm = weight_args.Scale("dequant_scale_q_norm", x["dequant_scale_q_norm"])
@@ -83,7 +79,7 @@ def check(**x: Unpack[Arguments]) -> None:
         c,
         floats,
         weights,
-        dict(cache_index=(cache_index, "B S")),
+        prologs.table(x, cache_index="B S"),
         {each.name: each.tensor for each in (*scales.values(), of_norm)}
         | dict(
             smooth_scales_cq=x["smooth_scales_cq"], index_k_scale_cache=x["index_k_scale_cache"]

@@ -12,7 +12,6 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import nz, quantized
@@ -51,32 +50,30 @@ class Arguments(TypedDict):
     layout_key: str
 
 
-def check(**a: Unpack[Arguments]) -> None:
+def check(c: Checker, a: Arguments) -> None:
     q_norm, q_norm_scale, wq_b_scale = a["q_norm"], a["q_norm_scale"], a["wq_b_scale"]
     idx_k_cache, idx_k_scale_cache = a["idx_k_cache"], a["idx_k_scale_cache"]
-    c = Checker("npu_lightning_indexer_prolog_pto")
     c.one_of("layout_query", a["layout_query"], "TND")
     c.one_of("layout_key", a["layout_key"], "PA_BSND")
     dtypes = {"wq_b": torch.int8}
-    weights = dict(
-        wq_b=(a["wq_b"], "Rq Ni*Di"), wk=(a["wk"], "H Di"), weights_proj=(a["weights_proj"], "H Ni")
-    )
-    matrices = dict(hadamard_q=a["hadamard_q"], hadamard_k=a["hadamard_k"])
-    floats = dict(
-        token_x=(a["token_x"], "T H"),
-        q_norm=(q_norm, "T Rq"),
-        ln_gamma_k=(a["ln_gamma_k"], "Di"),
-        ln_beta_k=(a["ln_beta_k"], "Di"),
-        cos_idx_rope=(a["cos_idx_rope"], "T Dr"),
-        sin_idx_rope=(a["sin_idx_rope"], "T Dr"),
-        idx_k_cache=(idx_k_cache, f"pages P 1 {quantized.INDEX}"),
-        **{name: (x, "Di Di") for name, x in matrices.items() if x is not None},
+    weights = prologs.table(a, wq_b="Rq Ni*Di", wk="H Di", weights_proj="H Ni")
+    floats = prologs.table(
+        a,
+        token_x="T H",
+        q_norm="T Rq",
+        ln_gamma_k="Di",
+        ln_beta_k="Di",
+        cos_idx_rope="T Dr",
+        sin_idx_rope="T Dr",
+        idx_k_cache=f"pages P 1 {quantized.INDEX}",
+        hadamard_q="Di Di",
+        hadamard_k="Di Di",
     )
     prologs.tensors(
         c,
         floats,
         weights,
-        dict(idx_k_cache_index=(a["idx_k_cache_index"], "T")),
+        prologs.table(a, idx_k_cache_index="T"),
         dict(q_norm_scale=q_norm_scale, wq_b_scale=wq_b_scale, idx_k_scale_cache=idx_k_scale_cache),
         {"wq_b", "q_norm", "idx_k_cache"},
     )

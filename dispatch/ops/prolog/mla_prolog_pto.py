@@ -7,11 +7,11 @@ Rq is the size of the query latent; without one (`weight_dq` None) queries are a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import mla_v3, quantized
@@ -70,17 +70,12 @@ class Arguments(TypedDict):
     scale_format: str
 
 
-def check(**arguments: Any) -> None:
-    check_as("npu_mla_prolog_pto", **arguments)
-
-
-def check_as(op: str, rows: str = "B S", **x: Unpack[Arguments]) -> None:
+def check(c: Checker, x: Arguments, rows: str = "B S") -> None:
     """`rows` are the letters in front of a token's own sizes."""
     token_x, kv_cache, kr_cache = x["token_x"], x["kv_cache"], x["kr_cache"]
     cache_index, smooth_scales_cq = x["cache_index"], x["smooth_scales_cq"]
     k_nope_clip_alpha = x["k_nope_clip_alpha"]
     weight_quant_mode = x["weight_quant_mode"]
-    c = Checker(op)
     weight_dq, rmsnorm_gamma_cq = x["weight_dq"], x["rmsnorm_gamma_cq"]
     if (weight_dq is None) != (rmsnorm_gamma_cq is None):
         c.fail(
@@ -107,21 +102,19 @@ def check_as(op: str, rows: str = "B S", **x: Unpack[Arguments]) -> None:
     )
     c.one_of("scale_format", x["scale_format"], *quantization.SCALE_FORMATS)
     queries = "H" if weight_dq is None else "Rq"
-    weights = dict(
-        weight_uq_qr=(x["weight_uq_qr"], f"{queries} N*(Dn+Dr)"),
-        weight_dkv_kr=(x["weight_dkv_kr"], "H R+Dr"),
+    weights = prologs.table(
+        x, weight_dq="H Rq", weight_uq_qr=f"{queries} N*(Dn+Dr)", weight_dkv_kr="H R+Dr"
     )
-    floats = dict(
-        token_x=(token_x, f"{rows} H"),
-        rmsnorm_gamma_ckv=(x["rmsnorm_gamma_ckv"], "R"),
-        rope_sin=(x["rope_sin"], f"{rows} Dr"),
-        rope_cos=(x["rope_cos"], f"{rows} Dr"),
-        weight_uk=(x["weight_uk"], "N Dn R"),
-        **quantization.latent_caches(kv_cache, kr_cache, x["rope_sin"], kv_quantized),
+    floats = prologs.table(
+        x,
+        rmsnorm_gamma_cq="Rq",
+        token_x=f"{rows} H",
+        rmsnorm_gamma_ckv="R",
+        rope_sin=f"{rows} Dr",
+        rope_cos=f"{rows} Dr",
+        weight_uk="N Dn R",
     )
-    if weight_dq is not None and rmsnorm_gamma_cq is not None:
-        weights = dict(weight_dq=(weight_dq, "H Rq"), **weights)
-        floats = dict(rmsnorm_gamma_cq=(rmsnorm_gamma_cq, "Rq"), **floats)
+    floats |= quantization.latent_caches(kv_cache, kr_cache, x["rope_sin"], kv_quantized)
     scales = weight_args.named(("weight_dq", "weight_uq_qr", "weight_dkv_kr"), x)
     of_x = weight_args.Scale("dequant_scale_x", x["dequant_scale_x"])
     own = {*dtypes, *(["token_x"] if token_x.dtype in quantized.VALUES.values() else [])}
@@ -129,7 +122,7 @@ def check_as(op: str, rows: str = "B S", **x: Unpack[Arguments]) -> None:
         c,
         floats,
         weights,
-        dict(cache_index=(cache_index, rows)),
+        prologs.table(x, cache_index=rows),
         {each.name: each.tensor for each in (*scales.values(), of_x)}
         | dict(smooth_scales_cq=smooth_scales_cq, k_nope_clip_alpha=k_nope_clip_alpha)
         | (dict(kr_cache=kr_cache) if kv_quantized else {}),
@@ -200,8 +193,7 @@ _ABSENT = {
 }
 
 
-def check_v3(**arguments: Any) -> None:
-    c = Checker(_V3)
+def check_v3(c: Checker, arguments: Mapping[str, Any]) -> None:
     for name, why in _ABSENT.items():
         c.require(arguments[name] is None, f"`{name}` is given, expected None: {why}.")
     c.one_of("cache_mode", arguments["cache_mode"], "PA_BSND")
@@ -215,15 +207,9 @@ def check_v3(**arguments: Any) -> None:
     if cache_index is None:
         c.fail("`cache_index` is missing, expected the slots of the tokens.")
     rows = "T" if token_x.ndim == 2 else "B S"
-    given = {name: x for name, x in arguments.items() if name not in mla_v3.ONLY}
-    check_as(
-        _V3,
-        **given,
-        weight_format="nd",
-        row_layout=quantized.NOPE_ROPE_SCALE,
-        scale_format="ue8m0",
-        rows=rows,
-    )
+    own = dict(weight_format="nd", row_layout=quantized.NOPE_ROPE_SCALE, scale_format="ue8m0")
+    given: Any = {name: x for name, x in arguments.items() if name not in mla_v3.ONLY} | own
+    check(c, given, rows)
 
 
 def fake_v3(

@@ -12,11 +12,9 @@ scale, rounded once to the query's dtype.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ...common import quantized
@@ -65,13 +63,8 @@ _MODES = {
 }
 
 
-def check(**arguments: Any) -> None:
-    check_as("npu_kv_quant_sparse_flash_attention", **arguments)
-
-
-def check_as(op: str, **x: Unpack[Arguments]) -> None:
+def check(c: Checker, x: Arguments) -> None:
     """For the op and its variant."""
-    c = Checker(op)
     query, sparse_indices = x["query"], x["sparse_indices"]
     rows, keys = sparse_flash_attention.letters(c, x)
     caches = dict(key=(x["key"], x["key_dtype"]), value=(x["value"], x["value_dtype"]))
@@ -133,7 +126,7 @@ VARIANTS = (
     # of a query that sees nothing out 0, -inf and 0
     Variant(
         f"{_LSE}{ARGUMENTS} -> (Tensor, Tensor, Tensor)",
-        partial(check_as, _LSE),
+        check,
         with_statistics,
         "with_statistics",
     ),

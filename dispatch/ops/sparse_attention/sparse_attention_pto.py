@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import partial
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -53,12 +52,11 @@ GE = "SparseAttentionPto"
 ONNX = "SparseAttentionPto"
 
 
-def check(op: str = "npu_sparse_attention_pto", **arguments: Any) -> None:
+def check(c: Checker, arguments: Mapping[str, Any]) -> None:
     a = layer.Whole(**arguments)
     w_idx_qb, w_idx_proj, index_k_cache = a.w_idx_qb, a.w_idx_proj, a.index_k_cache
     index_k_scale_cache, index_kind = a.index_k_scale_cache, a.index_kind
     index_weight_quant_mode, weight_format = a.index_weight_quant_mode, a.weight_format
-    c = Checker(op)
     c.one_of("index_kind", index_kind, "none", *quantized.VALUES)
     c.one_of("hadamard_round", a.hadamard_round, "bf16", "fp32")
     index_quantized = index_kind != "none"
@@ -92,10 +90,10 @@ def check(op: str = "npu_sparse_attention_pto", **arguments: Any) -> None:
     c.count("sparse_count", a.sparse_count)
 
 
-def check_shared(**arguments: Any) -> None:
+def check_shared(c: Checker, arguments: Mapping[str, Any]) -> None:
     a = layer.Shared(**arguments)
     given = dict(sparse_indices=(a.sparse_indices, "B S 1 K"))
-    check_attention(Checker(_SHARED), a, {}, given, {}, (), {})
+    check_attention(c, a, {}, given, {}, (), {})
 
 
 def check_attention(
@@ -183,7 +181,7 @@ VARIANTS = (
     Variant(
         SCHEMA.replace("npu_sparse_attention_pto", _INDICES).removesuffix("Tensor")
         + "(Tensor, Tensor)",
-        partial(check, op=_INDICES),
+        check,
         with_indices,
         "with_indices",
         onnx="SparseAttentionIndicesPto",

@@ -15,9 +15,8 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from torch import Tensor
-from typing_extensions import Unpack
 
-from ...check import Checker
+from ...check import Checker, tensors
 from ...values import known
 from ..common import layouts, packed
 from .sparse_flash_attention import statistics
@@ -55,8 +54,7 @@ class Arguments(TypedDict):
     return_softmax_lse: bool
 
 
-def check(**x: Unpack[Arguments]) -> None:
-    c = Checker("npu_sparse_attention_score")
+def check(c: Checker, x: Arguments) -> None:
     query, key, value, sinks = x["query"], x["key"], x["value"], x["sinks"]
     for name, scale in (
         ("q_dequant_scale", x["q_dequant_scale"]),
@@ -68,24 +66,13 @@ def check(**x: Unpack[Arguments]) -> None:
             f"`{name}` is given, expected None: queries, keys and values are floats here. Multiply "
             "what it belongs to by it before the call.",
         )
-    lengths = ("actual_seq_lengths", x["actual_seq_lengths"])
-    key_lengths = ("actual_seq_lengths_kv", x["actual_seq_lengths_kv"])
-    c.same_device(
-        query=query,
-        key=key,
-        value=value,
-        select_idx=x["select_idx"],
-        block_table=x["block_table"],
-        select_num_idx=x["select_num_idx"],
-        **dict((lengths, key_lengths)),
-        sinks=sinks,
-    )
+    c.same_device(**tensors(x))
     c.floating("query", query)
-    c.same_dtype(query=query, key=key, value=value)
+    c.same_dtype(**tensors(x, "query", "key", "value"))
     c.shape("query", query, "T N D")
     c.shape("key", key, "pages P Nk D")
     c.shape("value", value, "pages P Nk D")
-    c.dense_rows(query=query, key=key, value=value)
+    c.dense_rows(**tensors(x, "query", "key", "value"))
     heads, shared, size = query.shape[1], key.shape[2], query.shape[2]
     c.require(
         1 <= size <= MOST_D,
@@ -102,7 +89,7 @@ def check(**x: Unpack[Arguments]) -> None:
         f"`query` has {heads} heads, expected a multiple of the {shared} of `key`.",
     )
     _selection(c, shared, x)
-    packed.lengths(c, lengths, key_lengths, x["block_table"])
+    packed.lengths(c, x, "actual_seq_lengths", "actual_seq_lengths_kv")
     c.at_least("block_size", x["block_size"], 1)
     c.one_of("inner_precise", x["inner_precise"], 0, 4)
     if sinks is not None:
@@ -113,8 +100,7 @@ def check(**x: Unpack[Arguments]) -> None:
 
 def _selection(c: Checker, shared: Any, x: Arguments) -> None:
     index, count = x["select_idx"], x["select_num_idx"]
-    c.integer("select_idx", index)
-    c.shape("select_idx", index, "index_heads T K")
+    c.integers("select_idx", index, "index_heads T K")
     _one_or_all(c, "select_idx", index, shared)
     c.dense_rows(select_idx=index)
     c.require(
@@ -124,8 +110,7 @@ def _selection(c: Checker, shared: Any, x: Arguments) -> None:
     )
     if count is None:
         return
-    c.integer("select_num_idx", count)
-    c.shape("select_num_idx", count, "count_heads T")
+    c.integers("select_num_idx", count, "count_heads T")
     _one_or_all(c, "select_num_idx", count, shared)
     c.dense_rows(select_num_idx=count)
     if known(count):

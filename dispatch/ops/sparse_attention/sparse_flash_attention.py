@@ -16,7 +16,6 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ...check import Checker
 from ...op_spec import UNLIMITED
@@ -67,9 +66,8 @@ class Arguments(Inputs, Selected):
     return_softmax_lse: bool
 
 
-def check(**x: Unpack[Arguments]) -> None:
+def check(c: Checker, x: Arguments) -> None:
     query = x["query"]
-    c = Checker("npu_sparse_flash_attention")
     inputs(c, *letters(c, x), x)
     c.same_device(
         query=query,

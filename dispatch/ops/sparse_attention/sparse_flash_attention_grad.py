@@ -11,11 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
-from ...check import Checker
+from ...check import Checker, tensors
 from ...op_spec import UNLIMITED
-from ..common import layouts
+from ..common import gradients, layouts
 from .sparse_flash_attention import Inputs, inputs, mode, statistics
 
 SCHEMA = (
@@ -32,7 +31,7 @@ GE = "SparseFlashAttentionGrad"
 FUNCTION = "backward"
 
 
-class Arguments(Inputs):
+class Arguments(Inputs, layouts.OneLayout):
     d_out: Tensor
     out: Tensor
     softmax_max: Tensor
@@ -41,66 +40,31 @@ class Arguments(Inputs):
     sparse_block_size: int
     actual_seq_qlen: Tensor | None
     actual_seq_kvlen: Tensor | None
-    layout: str | None
-    sparse_mode: int | None
-    pre_tokens: int | None
-    next_tokens: int | None
     attention_mode: int | None
     d_softmax_sum: Tensor | None
 
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def check(**x: Unpack[Arguments]) -> None:
-    query, d_out, out, layout = x["query"], x["d_out"], x["out"], x["layout"]
-    c = Checker("npu_sparse_flash_attention_grad")
-    layout, rows, keys = layouts.layout(c, layout)
+def check(c: Checker, x: Arguments) -> None:
+    query, d_out, out = x["query"], x["d_out"], x["out"]
+    layout, rows, keys = layouts.layout(c, x["layout"])
     inputs(c, rows, keys, x)
-    c.same_device(
-        query=query,
-        d_out=d_out,
-        out=out,
-        softmax_max=x["softmax_max"],
-        softmax_sum=x["softmax_sum"],
-        d_softmax_sum=x["d_softmax_sum"],
-        actual_seq_qlen=x["actual_seq_qlen"],
-        actual_seq_kvlen=x["actual_seq_kvlen"],
-    )
+    c.same_device(**tensors(x))
     c.same_dtype(query=query, d_out=d_out, out=out)
     c.shape("d_out", d_out, f"{rows} N D")
     c.shape("out", out, f"{rows} N D")
     c.dense_rows(d_out=d_out, out=out)
     outer = " ".join(rows.split()[:-1])
-    every = dict(
-        softmax_max=x["softmax_max"], softmax_sum=x["softmax_sum"], d_softmax_sum=x["d_softmax_sum"]
-    )
+    every = tensors(x, "softmax_max", "softmax_sum", "d_softmax_sum")
     for name, tensor in every.items():
-        if tensor is not None:
-            c.dtype(name, tensor, statistics(query))
-            c.shape(name, tensor, f"{outer} 1 {rows.split()[-1]} N")
+        c.dtype(name, tensor, statistics(query))
+        c.shape(name, tensor, f"{outer} 1 {rows.split()[-1]} N")
     c.contiguous(**every)
-    layouts.lengths(
-        c,
-        layout,
-        layout,
-        ("actual_seq_qlen", x["actual_seq_qlen"]),
-        ("actual_seq_kvlen", x["actual_seq_kvlen"]),
-    )
+    lengths = layouts.named(x, "actual_seq_qlen", "actual_seq_kvlen")
+    layouts.lengths(c, layout, layout, *lengths)
     layouts.options(c, x["sparse_mode"], x["pre_tokens"], x["next_tokens"])
     mode(c, x["attention_mode"])
     c.at_least("sparse_block_size", x["sparse_block_size"], 1)
 
 
-def fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    **_: Any,
-) -> Gradients:
-    def like(tensor: Tensor | None) -> Tensor:
-        return query.new_empty([0] if tensor is None else tensor.shape)
-
-    return like(query), like(key), like(value), like(query_rope), like(key_rope)
+def fake(**a: Any) -> tuple[Tensor, ...]:
+    return gradients.empty(a, "query", "key", "value", "query_rope", "key_rope")
