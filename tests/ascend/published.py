@@ -68,17 +68,23 @@ def indexer(queries: int, keys: int) -> Make:
     return make
 
 
+def rows(x: Inputs, requests: int, heads: int, *keys: int) -> Arguments:
+    """A token of each request, and latents."""
+    return dict(
+        query=x.normal(requests, 1, heads, LATENT),
+        key=x.normal(*keys, 1, LATENT),
+        query_rope=x.normal(requests, 1, heads, ROTARY),
+        key_rope=x.normal(*keys, 1, ROTARY),
+    )
+
+
 def decode(keys: int, chosen: int, requests: int = 1, heads: int = HEADS) -> Make:
     def make(x: Inputs) -> Arguments:
         indices = torch.arange(chosen).expand(requests, 1, 1, chosen)
-        return dict(
-            query=x.normal(requests, 1, heads, LATENT),
-            key=x.normal(requests, keys, 1, LATENT),
+        return rows(x, requests, heads, requests, keys) | dict(
             value=None,
             sparse_indices=x.ints(indices.contiguous()),
             scale_value=0.07,
-            query_rope=x.normal(requests, 1, heads, ROTARY),
-            key_rope=x.normal(requests, keys, 1, ROTARY),
             layout_query="BSND",
             layout_kv="BSND",
         )
@@ -91,13 +97,9 @@ def latents(keys: int, heads: int) -> Make:
 
     def make(x: Inputs) -> Arguments:
         pages = -(-keys // PAGE)
-        key = x.normal(pages, PAGE, 1, LATENT)
-        return dict(
-            query=x.normal(1, 1, heads, LATENT),
-            key=key,
-            value=key,
-            query_rope=x.normal(1, 1, heads, ROTARY),
-            key_rope=x.normal(pages, PAGE, 1, ROTARY),
+        given = rows(x, 1, heads, pages, PAGE)
+        return given | dict(
+            value=given["key"],
             actual_seq_kvlen=x.ints([keys]),
             block_table=x.ints(torch.arange(pages)[None]),
             num_query_heads=heads,
