@@ -83,6 +83,17 @@ class Picture:
                 kind="ink" if i == 0 or i == code else "soft",
             )
 
+    def row(self, of_all: tuple[float, float, str], *boxes: tuple[float, float, str, str]) -> None:
+        """Boxes side by side: y, height and kind of all, then x, width and lines of each."""
+        y, h, kind = of_all
+        for x, w, *lines in boxes:
+            self.labelled(x, y, w, h, kind, *lines)
+
+    def frame(self, x: float, y: float, w: float, h: float, title: str) -> None:
+        """Around what one of our ops does."""
+        self.box(x, y, w, h, "ours", dashed=True)
+        self.text(x + w / 2, y + 22, title, bold=True)
+
     def arrow(self, *points: tuple[float, float], dashed: bool = False) -> None:
         path = "M" + "L".join(f"{x:g} {y:g}" for x, y in points)
         dash = ' stroke-dasharray="5 4"' if dashed else ""

@@ -83,31 +83,34 @@ def _sparse_attention_shared_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     return kept | dict(sparse_indices=m.shuffled(B, S, 1, 16, high=48))
 
 
-# what a prolog calls the arguments of a layer
-_OF_TOKENS = dict(token_x="x", rope_sin="sin", rope_cos="cos", cache_index="cache_index")
-_OF_MLA = _OF_TOKENS | dict(
+# what a prolog calls the arguments of a layer, where the names differ
+IN_LAYER = dict(
+    token_x="x",
     weight_dq="w_dq",
     weight_uq_qr="w_uq_qr",
     weight_uk="w_uk",
     weight_dkv_kr="w_dkv_kr",
     rmsnorm_gamma_cq="gamma_cq",
     rmsnorm_gamma_ckv="gamma_ckv",
-    kv_cache="kv_cache",
-    kr_cache="kr_cache",
-)
-_OF_INDEXER = _OF_TOKENS | dict(
+    rope_sin="sin",
+    rope_cos="cos",
     weight_qb="w_idx_qb",
     weight_k="w_idx_k",
     weight_proj="w_idx_proj",
     ln_gamma_k="in_gamma_k",
     ln_beta_k="in_beta_k",
-    index_k_cache="index_k_cache",
 )
 
 
+def _prolog(op: str, layer: Arguments) -> Arguments:
+    """Its arguments without a default, out of a layer's."""
+    given = getattr(torch.ops.custom, op).default._schema.arguments
+    names = [x.name for x in given if not x.has_default_value()]
+    return {name: layer[IN_LAYER.get(name, name)] for name in names}
+
+
 def _mla_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
-    layer = _sparse_attention_pto(m, B, S)
-    return {name: layer[of_layer] for name, of_layer in _OF_MLA.items()}
+    return _prolog("npu_mla_prolog_pto", _sparse_attention_pto(m, B, S))
 
 
 def _mla_prolog_v3(m: Maker, B: int = 2, S: int = 2) -> Arguments:
@@ -224,8 +227,7 @@ def _hc_post_pre(m: Maker, B: int = 2, S: int = 2, h: int = H) -> Arguments:
 
 def _indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     layer = _sparse_attention_pto(m, B, S)
-    given = {name: layer[of_layer] for name, of_layer in _OF_INDEXER.items()}
-    return given | dict(query_norm=m.normal(B, S, RQ))
+    return _prolog("npu_indexer_prolog_pto", layer | dict(query_norm=m.normal(B, S, RQ)))
 
 
 def _lightning_indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:

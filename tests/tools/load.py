@@ -38,6 +38,7 @@ from ..support.layer import CACHES, WEIGHTS, formatted, layer
 
 GROWTH = 64 * 2**20  # bytes of the process: what Python and the driver keep for themselves
 MOMENTS = 10
+DELTA_WEIGHTS = ("conv_weight", "A_log", "dt_bias", "norm_weight")
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Step(torch.nn.Module):
             conv_weight=normal(4, channels, std=0.5),
             A_log=normal(heads, kind=torch.float32),
             dt_bias=normal(heads, kind=torch.float32),
-            norm=normal(sizes.size),
+            norm_weight=normal(sizes.size),
             # cached rows of prompts, which take the place of a prefill
             **{f"prompt_{c}": normal(sizes.inputs, n) for c, n in zip(CACHES, widths, strict=True)},
             **{
@@ -176,11 +177,8 @@ class Step(torch.nn.Module):
             z=self.gates[index],
             a=self.a[index],
             b=self.b[index],
-            conv_weight=self.conv_weight,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            norm_weight=self.norm,
             state_indices=slots,
+            **{name: getattr(self, name) for name in DELTA_WEIGHTS},
             **pools,
         )
 
