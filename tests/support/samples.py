@@ -538,11 +538,15 @@ def _of_rule(m: Maker, *tokens: int) -> Arguments:
     return dict(q=m.normal(*tokens, 2, 16), k=m.normal(*tokens, 2, 16), v=m.normal(*tokens, 4, 8))
 
 
+def _decay(m: Maker, *heads: int) -> Arguments:
+    shapes = dict(A_log=heads[:1], dt_bias=heads)
+    return {name: m.normal(*shape, dtype=torch.float32) for name, shape in shapes.items()}
+
+
 def _delta_rule_update(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     return dict(
-        A_log=m.normal(4, dtype=torch.float32),
         a=m.normal(B, S, 4),
-        dt_bias=m.normal(4, dtype=torch.float32),
+        **_decay(m, 4),
         softplus_beta=1.0,
         softplus_threshold=20.0,
         **_of_rule(m, B, S),
@@ -651,8 +655,7 @@ def _chunk_kda(m: Maker, B: int = 2, S: int = 70) -> Arguments:
         cu_seqlens=m.ints(*bounds),
         use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True,
-        A_log=m.normal(4, dtype=torch.float32),
-        dt_bias=m.normal(4, 16, dtype=torch.float32),
+        **_decay(m, 4, 16),
     )
 
 
@@ -669,8 +672,7 @@ def _gated_delta_layer_decode(m: Maker, B: int = 2, S: int = 1) -> Arguments:
         conv_states=m.normal(5, 3, 96),
         states=m.normal(5, 4, 16, 8, dtype=torch.float32),
         conv_weight=m.normal(4, 96),
-        A_log=m.normal(4, dtype=torch.float32),
-        dt_bias=m.normal(4, dtype=torch.float32),
+        **_decay(m, 4),
         norm_weight=m.normal(8),
         state_indices=m.ints(*[3, -1][:B]),
         conv_bias=m.normal(96),

@@ -43,17 +43,17 @@ DELTA_WEIGHTS = ("conv_weight", "A_log", "dt_bias", "norm_weight")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the layers, of the caches, and how long requests are."""
+    """Of the layers, of the caches, and how long requests are: small ones, by default."""
 
     attention: dict[str, Any]
-    key_heads: int
-    value_heads: int
-    size: int  # of a head of the gated-delta layer
-    page: int
-    columns: int  # pages of a request at most
-    pages: int
-    rows: int
-    kept: int  # positions that a query attends to
+    key_heads: int = 2
+    value_heads: int = 4
+    size: int = 16  # of a head of the gated-delta layer
+    page: int = 16
+    columns: int = 5  # pages of a request at most
+    pages: int = 14
+    rows: int = 4
+    kept: int = 24  # positions that a query attends to
     inputs: int = 997  # different inputs
 
     @property
@@ -61,17 +61,7 @@ class Sizes:
         return self.columns * self.page
 
 
-SMALL = Sizes(
-    dict(h=64, ranks=48, n=4, plain=16, rank=32, rotary=16, index=(16, 32)),
-    2,
-    4,
-    16,
-    page=16,
-    columns=5,
-    pages=14,
-    rows=4,
-    kept=24,
-)
+SMALL = Sizes(dict(h=64, ranks=48, n=4, plain=16, rank=32, rotary=16, index=(16, 32)))
 # a shard of DeepSeek-V3.2's layer, and of Qwen3-Next's
 WIDE = Sizes(
     dict(h=7168, ranks=1536, n=16, plain=128, rank=512, rotary=64, index=(64, 128)),
