@@ -14,8 +14,7 @@ def dsa_layer() -> Picture:
     """Which op is which part of a DSA layer."""
     p = Picture(700, 440, "A DSA layer of DeepSeek-V3.2 and the op of each part")
     p.labelled(20, 160, 90, 54, "theirs", "hidden", "x [B, S, H]")
-    p.box(140, 18, 470, 372, "ours", dashed=True)
-    p.text(375, 40, "all of it in one call: npu_sparse_attention_pto", bold=True)
+    p.frame(140, 18, 470, 372, "all of it in one call: npu_sparse_attention_pto")
     p.labelled(
         160,
         62,
@@ -71,14 +70,19 @@ def gdn_layer() -> Picture:
     """Which op is which part of a layer of linear attention."""
     p = Picture(700, 380, "A layer of gated delta rule or KDA and the op of each part")
     p.labelled(16, 136, 92, 60, "theirs", "in_proj", "q k v, z, a, b")
-    p.box(126, 20, 464, 250, "ours", dashed=True)
-    p.text(358, 42, "a decode step in one call: npu_gated_delta_layer_decode", bold=True)
-    p.labelled(140, 130, 130, 70, "ours", "convolution", "of 4 tokens")
-    p.labelled(292, 130, 140, 70, "ours", "delta rule", "gates, norm of q, k")
-    p.labelled(454, 130, 124, 70, "ours", "gated norm", "norm(o) act(z)")
+    p.frame(126, 20, 464, 250, "a decode step in one call: npu_gated_delta_layer_decode")
+    p.row(
+        (130, 70, "ours"),
+        (140, 130, "convolution", "of 4 tokens"),
+        (292, 140, "delta rule", "gates, norm of q, k"),
+        (454, 124, "gated norm", "norm(o) act(z)"),
+    )
     p.labelled(606, 136, 78, 60, "theirs", "out_proj", "yours")
-    p.labelled(140, 60, 130, 40, "memory", "conv_states", "[slots, W-1, D]")
-    p.labelled(292, 60, 140, 40, "memory", "states", "[slots, Nv, Dk, Dv]")
+    p.row(
+        (60, 40, "memory"),
+        (140, 130, "conv_states", "[slots, W-1, D]"),
+        (292, 140, "states", "[slots, Nv, Dk, Dv]"),
+    )
     p.arrow((108, 166), (138, 166))
     p.arrow((270, 166), (290, 166))
     p.arrow((432, 166), (452, 166))
@@ -256,12 +260,18 @@ def architecture() -> Picture:
     """Who imports whom."""
     p = Picture(700, 360, "The packages and who imports whom")
     p.labelled(190, 14, 240, 50, "ours", "custom/", "functions, info, bench, integrations")
-    p.labelled(16, 104, 180, 50, "ours", "dispatch/ops/", "schema, check, gradient")
-    p.labelled(222, 104, 208, 50, "ours", "dispatch/backends", "who runs the call")
-    p.labelled(504, 104, 180, 50, "ours", "graph_mode/", "capture, torchair, ONNX")
-    p.labelled(16, 206, 204, 50, "theirs", "cuda_ops/", "Triton, hopper/, common/")
-    p.labelled(248, 206, 204, 50, "theirs", "npu_ops/", "triton-ascend for Atlas A3")
-    p.labelled(480, 206, 204, 50, "theirs", "dispatch/reference/", "plain PyTorch, the oracle")
+    p.row(
+        (104, 50, "ours"),
+        (16, 180, "dispatch/ops/", "schema, check, gradient"),
+        (222, 208, "dispatch/backends", "who runs the call"),
+        (504, 180, "graph_mode/", "capture, torchair, ONNX"),
+    )
+    p.row(
+        (206, 50, "theirs"),
+        (16, 204, "cuda_ops/", "Triton, hopper/, common/"),
+        (248, 204, "npu_ops/", "triton-ascend for Atlas A3"),
+        (480, 204, "dispatch/reference/", "plain PyTorch, the oracle"),
+    )
     p.labelled(140, 300, 420, 44, "memory", "dispatch/common/", "layouts, pages, NZ, memory")
     p.arrow((326, 64), (326, 102))
     p.arrow((430, 39), (594, 39), (594, 102))

@@ -6,30 +6,28 @@ from __future__ import annotations
 
 from html import escape
 
-# class -> (light, dark); a fill has the edge of its name
-INKS = {"ink": ("#1c2331", "#e8ebf2"), "soft": ("#566074", "#a9b2c3")}
-FILLS = {
-    "paper": ("#ffffff", "#14171f"),
-    "ours": ("#dbe9f8", "#173a5c"),
-    "theirs": ("#eceef2", "#2b303b"),
-    "memory": ("#fbe7c6", "#574012"),
-    "seen": ("#cfeade", "#14503c"),
-    "good": ("#0a7f5f", "#38b48c"),
-    "bad": ("#c2571a", "#e58a4e"),
-}
-EDGES = {
-    "ours": ("#2f6fae", "#6aa9e6"),
-    "theirs": ("#8a93a5", "#737d91"),
-    "memory": ("#b07d1f", "#d8a94a"),
-    "seen": ("#2f8f6d", "#4cb98f"),
-}
+# of a class: light, dark; then its edge's
+_COLOURS = """
+ink    #1c2331 #e8ebf2
+soft   #566074 #a9b2c3
+paper  #ffffff #14171f
+ours   #dbe9f8 #173a5c #2f6fae #6aa9e6
+theirs #eceef2 #2b303b #8a93a5 #737d91
+memory #fbe7c6 #574012 #b07d1f #d8a94a
+seen   #cfeade #14503c #2f8f6d #4cb98f
+good   #0a7f5f #38b48c
+bad    #c2571a #e58a4e
+"""
+_ROWS = [row.split() for row in _COLOURS.split("\n") if row]
+FILLS = {name: colours[:2] for name, *colours in _ROWS}
+EDGES = {name: colours[2:] for name, *colours in _ROWS if colours[2:]}
 
 
 def _style(theme: int) -> str:
     """0: light, 1: dark."""
-    inks = [f".{name}{{fill:{colours[theme]}}}" for name, colours in (INKS | FILLS).items()]
+    inks = [f".{name}{{fill:{colours[theme]}}}" for name, colours in FILLS.items()]
     edges = [f".e-{name}{{stroke:{colours[theme]}}}" for name, colours in EDGES.items()]
-    line = f".line{{stroke:{INKS['soft'][theme]}}}"
+    line = f".line{{stroke:{FILLS['soft'][theme]}}}"
     return "".join([*inks, *edges, line])
 
 
@@ -82,6 +80,17 @@ class Picture:
                 code=i == code,
                 kind="ink" if i == 0 or i == code else "soft",
             )
+
+    def row(self, of_all: tuple[float, float, str], *boxes: tuple[float, float, str, str]) -> None:
+        """Boxes side by side: y, height and kind of all, then x, width and lines of each."""
+        y, h, kind = of_all
+        for x, w, *lines in boxes:
+            self.labelled(x, y, w, h, kind, *lines)
+
+    def frame(self, x: float, y: float, w: float, h: float, title: str) -> None:
+        """Around what one of our ops does."""
+        self.box(x, y, w, h, "ours", dashed=True)
+        self.text(x + w / 2, y + 22, title, bold=True)
 
     def arrow(self, *points: tuple[float, float], dashed: bool = False) -> None:
         path = "M" + "L".join(f"{x:g} {y:g}" for x, y in points)

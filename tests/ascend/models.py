@@ -71,12 +71,18 @@ def layer(model: str, heads: int, batch: int, s1: int, context: int = CONTEXT) -
         pages, tokens = batch * each, (batch, s1)
         table = torch.arange(pages).view(batch, each)
         last = context - s1 + torch.arange(s1)
+        weights = dict(
+            w_dq=(hidden, rank),
+            w_uq_qr=(rank, heads * (plain + ROTARY)),
+            w_dkv_kr=(hidden, LATENT + ROTARY),
+            w_idx_qb=(rank, index_heads * INDEX),
+            w_idx_k=(hidden, INDEX),
+            w_idx_proj=(hidden, index_heads),
+        )
         return dict(
             x=x.normal(*tokens, hidden),
-            w_dq=in_nz(x, hidden, rank),
-            w_uq_qr=in_nz(x, rank, heads * (plain + ROTARY)),
+            **{name: in_nz(x, *shape) for name, shape in weights.items()},
             w_uk=x.normal(heads, plain, LATENT, scale=plain**-0.5),
-            w_dkv_kr=in_nz(x, hidden, LATENT + ROTARY),
             gamma_cq=x.normal(rank),
             gamma_ckv=x.normal(LATENT),
             sin=x.normal(*tokens, ROTARY, scale=0.5),
@@ -86,9 +92,6 @@ def layer(model: str, heads: int, batch: int, s1: int, context: int = CONTEXT) -
             kr_cache=x.normal(pages, PAGE, 1, ROTARY),
             block_table=x.ints(table),
             act_seqs=x.ints([context] * batch),
-            w_idx_qb=in_nz(x, rank, index_heads * INDEX),
-            w_idx_k=in_nz(x, hidden, INDEX),
-            w_idx_proj=in_nz(x, hidden, index_heads),
             in_gamma_k=x.normal(INDEX),
             in_beta_k=x.normal(INDEX),
             index_k_cache=x.normal(pages, PAGE, 1, INDEX),

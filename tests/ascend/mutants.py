@@ -5,8 +5,8 @@
 A mutant is caught if a case of an op that uses its file fails, crashes or raises: the one that did
 before is asked first, then those that caught others of the same function, then the cheapest.  Cases
 whose launches stay the same (text, grid, arguments) are not run.  What a few cases do not notice is
-asked of all of them at the end, unless `_REASONS` has the reason why it changes no result.  What
-none notices survives, and must be there.
+asked of all of them at the end, unless `_WITHOUT_EFFECT` has the reason why it changes no result.
+What none notices survives, and must be there.
 
 mutants.json keeps the verdicts: a catch for as long as the mutated function and the case that made
 it are the same, a survival for as long as all the cases are.
@@ -55,405 +55,357 @@ _PARTS = ("first", "start", "before", "begin", "offset", "written")
 # tables and budgets: the table of configurations holds each of them to the compiler
 _LEFT_OUT = ("__init__", "tune", "tiling", "cores", "entry", "tuples", "front_end", "refusals")
 
-_NAMED = "the sizes only name what is remembered of a refusal"
-_SUMMED = "what the two hold is only ever summed"
-_KIND = ("allow_neg_eigval, use_beta_sigmoid_in_kernel)", _SUMMED)
-_LESSER = "the lesser of both is what counts"
-_BEHIND = "what lies behind the keys that a row sees is not read"
-_ADDRESS = "an address is the sum of both"
-_TIMES = "the two are only multiplied, number by number"
-_NUMBERS = "as many numbers, whose rows the kernels count themselves"
-_UNMASKED = "a tile that is not masked uses neither"
-_TILES = "other tiles make the same products"
-_TURNED = "a tile of fewer heads turns them the same"
-_CORE = "another core begins, with the same work"
-_WHOLE = "the answer is that of the whole row, with its candidates or without"
-_FIRST = "a tile's first panel is there, and where all are whole another lies behind its depth"
-_LENGTH = (("-> _length(n, lengths, ", _SUMMED),)
-_COPIED = "a piece of rows more is copied, which nobody reads"
-_PIECE = (("piece <= (end + KEY_TILE", _COPIED),)
-_UNPAGED = "no keys of a gradient lie in pages"
-_NOTHING = "a row that saw nothing has no slot, and no key counts it"
-_ABSENT_HEAD = "what a head that is not there has loaded is not used"
-_WRITTEN_NEXT = "what lies there without one is written next"
-_ROOM = "rooms of one size, and each is used as what it is called"
-_EMPTY = "at 0 nothing is copied"
-_TURNS = "which of the two rows a round begins with is all the same"
-_NO_CROSSES = "crosses of pairs are not asked for: both stand for nothing"
-_SAME_ROW = "a column is stored where it was read"
-_TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
-_ZEROS = "rows behind the products are zeros: the sum of squares comes after, the rest is not read"
-# by function, words of a mutant's title ($ is its end): why it changes no result
-_REASONS: dict[str, tuple[tuple[str, str], ...]] = {
-    "before_attention.launch": (("prolog.index_size, prolog.size)", _NAMED),),
-    "block_indexer.forward": (
-        ("_step(block, page)", "what divides both is the same whichever comes first"),
-    ),
-    "block_indexer.scores": (("z >= _LOWEST", "the lowest score stays itself"),),
-    "blocks_in_place.accumulate": (
-        ("total >= 0 (2)", "a row without a key takes the other branch"),
-    ),
-    "blocks_in_place.attend": (
-        ("each >= 1", "a block of one run is a block as well"),
-        ("head_tile, tiles, runs * RUN, RUN)", "each run has sums of its own, whichever core's"),
-    ),
-    "blocks_in_place.note": (
-        ("of_request, start, request, limit", "the keys lie in pages, which neither finds"),
-    ),
-    "causal_conv1d.convolve": (
-        ("-> part_of(n, starts, ", _ADDRESS),
-        ("W > 2 -> W >= 2$", _TAPS),
-        ("W > 2 -> W >= 2 (3)", _TAPS),
-        ("W > 3 -> W >= 3$", _TAPS),
-    ),
-    "causal_conv1d.row": (("position <= 0 (2)", _EMPTY),),
-    "causal_conv1d.part_of": (("-> left(n, starts, ", _ADDRESS),),
-    "causal_conv1d.finish": (("-> left(n, starts, ", _ADDRESS),),
-    "causal_conv1d_grad.walk": (
-        ("-> part_of(n, starts, ", _ADDRESS),
-        ("W > 2 -> W >= 2$", _TAPS),
-        ("W > 3 -> W >= 3$", _TAPS),
-        ("W > 2 -> W >= 2 (5)", _TAPS),
-        ("W > 3 -> W >= 3 (5)", _TAPS),
-        ("begin <= stop$", "a part without a token begins at the end"),
-        ("begin <= stop (2)", "a part without a token stores no gradient of one"),
-        (
-            "W - 4, ended, d, f_column, count)",
-            "column 0 lies at 0 whatever the stride; lanes past the channels are not stored",
-        ),
-    ),
-    "causal_conv1d_update.update": (
-        ("-> left(n, starts, ", _ADDRESS),
-        ("size >= 0", _SAME_ROW),
-        ("position > -reach", _SAME_ROW),
-        ("-> position > 0", "the first step has no parent, and before it is -1 as well"),
-    ),
-    "causal_conv1d_update.value_at": (("position <= 0 (2)", _EMPTY),),
-    "chunk_gated_delta_rule.forward": (
-        _KIND,
-        ("-> space(key_size, value_size", _NUMBERS),
-    ),
-    "chunk_gated_delta_rule.outputs": (
-        *_LENGTH,
-        ("-> tl.load(of_far)", "rows of a second chunk that is not there are not stored"),
-    ),
-    "chunk_gated_delta_rule.products": _LENGTH,
-    "chunk_gated_delta_rule.triangles": (
-        *_LENGTH,
-        ("VALUE_HEADS >= 1", "tokens of a single head are one number apart"),
-    ),
-    "chunk_gated_delta_rule.walk": _LENGTH,
-    "chunk_gated_delta_rule.weights": _LENGTH,
-    "chunk_gated_delta_rule_grad.backward": (
-        ("gate, lengths, finer, inverse, ", _SUMMED),
-        ("k, v, lengths, finer, inverse, ", _SUMMED),
-        ("actual_seq_lengths, finer, inverse, ", _SUMMED),
-        ("rates, grads, states, of_rest", _TIMES),
-        ("-> space(2, value_size, CHUNK.value)", _NUMBERS),
-        ("-> space(value_size, CHUNK.value)", _NUMBERS),
-        ("-> space(key_size, value_size)", _NUMBERS),
-        ("k, qk, kk, kk, qk, ", _NO_CROSSES),
-        ("lengths, qk, kk, kk, qk, ", _NO_CROSSES),
-        _KIND,
-    ),
-    "chunk_gated_delta_rule_grad.places": _LENGTH,
-    "chunk_gated_delta_rule_grad.walk_grads": _LENGTH,
-    "chunk_gated_delta_rule_grad.walk_states": _LENGTH,
-    "chunk_kda.forward": (
-        _KIND,
-        ("state, *here, goes, came, ", _TURNS),
-    ),
-    "chunk_kda.laid_out": (
-        ("-> space(key_size, CHUNK.value", _NUMBERS),
-        ("-> space(ROWS.value, CHUNK.value", _NUMBERS),
-        ("seen, finer, solved, ", _SUMMED),
-        ("near_seen, near_alike, total, ", _ROOM),
-        ("near_seen, units, total, ", _ROOM),
-        ("alike, solved, seen, ", _ROOM),
-        ("lower, keys, queries, ", _ROOM),
-        ("queries, left, keys, ", _ROOM),
-        ("total, scaled, units, ", _ROOM),
-    ),
-    "chunk_kda.outputs": (("of.most, head, value_heads, False)", _TIMES),),
-    "chunk_kda.factors": (
-        ("tl.max(strong, 0) >= 0", "where no channel goes far, what is added has a weight of 0"),
-        ("propagate_nan=ALL) <= -REACH", "at the limit either anchors are right"),
-        ("on_q, on_k, 0, KEY)", "both begin as zeros"),
-    ),
-    "chunk_kda.crosses": (("_place(pair, of.most, head, ", _TIMES),),
-    "chunk_kda.walk": (("since, most, head, value_heads, False)", _TIMES),),
-    "chunk_kda.fill": (("x.bounds, x.finer, x.solved, ", _SUMMED),),
-    "chunk_kda_grad.inputs": (
-        ("i <= count (3)", "the rate of a token that is not there is not stored"),
-    ),
-    "chunk_kda_grad.backward": (
-        ("*here, goes, came, value_heads", _TURNS),
-        ("at_once * group > _FEWEST", "rounds of heads and rounds of chunks make the same"),
-        ("most <= count", "where all is one round the states are copied for nothing"),
-        _KIND,
-        ("-> space(value_size, side)", _NUMBERS),
-        ("-> space(key_size, side, ", _NUMBERS),
-        ("-> space(key_size, value_size)", _NUMBERS),
-        ("x.bounds, x.finer, x.solved, ", _SUMMED),
-        ("of_rest, own, back, ", _TIMES),
-        ("x.total, of_rest, x.units, ", _TIMES),
-        ("of_rest, grads, states, ", _TIMES),
-    ),
-    "compressor._products": (("-> tiles * parts", _CORE),),
-    "compressor.keep": (
-        ("-> request <= requests$", "a token behind all requests is behind the last one's as well"),
-        ("-> request <= requests (2)", "as many tokens each: there is no token behind them"),
-    ),
-    "compressor.normalise": (
-        ("d <= SIZE", "a tile is a row: nothing of it is masked"),
-        ("_added(at, product, ", _ADDRESS),
-    ),
-    "compressor.pool": (
-        ("base + begin -> base", "a window before the first position has no history"),
-        ("own >= begin", "a page of which nothing is history is read for no token"),
-    ),
-    "fused_attention.piece_of": (
-        ("n >= 0 -> n > 0", "which sequences are there is asked of packed ones alone"),
-    ),
-    "fused_attention.keys_of": (
-        ("-> shift (2)", "fewer keys go without a mask, which hides none of them"),
-        ("-> shift (4)", "keys that are out of a window's sight are hidden by the mask as well"),
-    ),
-    "fused_attention.attend": (
-        ("count_q <= below", "a sequence that fills one tile is done again, by the second launch"),
-        ("count_k, start, window, row_max, total, (2)", _UNMASKED),
-        ("start, window, count_k, row_max, total, acc, sc (2)", _UNMASKED),
-        ("-> shift (2)", _UNMASKED),
-        ("CAUSAL, KEY_TILE, WINDOW, False)", _UNMASKED),
-        ("KEY_TILE, WINDOW, CAUSAL, False)", _UNMASKED),
-    ),
-    "fused_attention.forward": (("*sizes, varlen, masked)", _NAMED),),
-    "fused_attention_backward.row_sums": (
-        ("known >= ", "keys that a row does not see are masked behind the exponential as well"),
-    ),
-    "fused_attention_backward.grad_query": (
-        ("lse, of_delta, acc, sca (2)", _UNMASKED),
-        ("lse, of_delta, ac (2)", _UNMASKED),
-        ("lse, of_delt (2)", _UNMASKED),
-        ("WINDOW, KEY_TILE, Q_TILE)", "the only tile is square"),
-    ),
-    "fused_causal_conv1d.fill": (
-        ("-> left(n, starts, ", _ADDRESS),
-        ("boundary > 0", "a block that begins with the tokens ends behind their first"),
-        ("size >= 0", "without a token the block ends before the first one"),
-    ),
-    "fused_causal_conv1d.push": (
-        ("-> left(n, starts, ", _ADDRESS),
-        ("counted + size > L", "a row that is full and no longer stays where it is"),
-    ),
-    "fused_causal_conv1d.forward": (
-        ("outputs(x, bias, weight, None, ", "without a sequence or a channel neither is used"),
-    ),
-    "fused_infer_attention_score_v2._weighing": (
-        ("rows), rotary, size)", _NAMED),
-        ("['KEY_TILE'], rotary, size)", _SUMMED),
-    ),
-    "fused_infer_attention_score_v2.accumulate": (
-        ("total >= 0 (2)", "the logarithm of a sum of 0 is not taken"),
-    ),
-    "fused_infer_attention_score_v2.forward": (
-        ("each >= 1$", "a copy of the same queries"),
-        ("each >= 1 (4)", "the result is copied to itself"),
-        ("heads, rope, rank)", "only their sum counts, and both name what is refused"),
-    ),
-    "fused_infer_attention_score_v2.runs_of": (
-        ("limit >= begin", "a group that sees no key has a run of none"),
-    ),
-    "fused_infer_attention_score_v2.unsupported": (("rope, rank)", _SUMMED),),
-    "fused_sigmoid_gating_delta_rule_update._parent": (
-        ("parent <= t", "a step that names itself finds none before it, and begins anew"),
-    ),
-    "fused_sigmoid_gating_delta_rule_update.update": (
-        ("end >= start", "a sequence without a token stores the state that it loaded"),
-        ("-> left(n, starts, ", _ADDRESS),
-    ),
-    "grouped_o_proj_pto._config": (
-        ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
-    ),
-    "grouped_o_proj_pto._turning": (
-        ("tile > cores.vector()", _TURNED),
-        ("rotary < _NARROW", _TURNED),
-    ),
-    "hc_pre.mix": (
-        ("acc, mask=(m < COUNT)[:, None]) ->", _ZEROS),
-        ("m <= COUNT (2)", _ZEROS),
-    ),
-    "hc_pre.gates": (
-        ("COUNT > 4 -> COUNT >= 4$", "a head has no rows of post, which another scale is for"),
-    ),
-    "indexer_loss.distributions": (("total_e >= 0", "of a row without a slot nothing is taken"),),
-    "indexer_loss.log_sums": (("total >= 0", "a row without a slot has no share"),),
-    "indexer_loss.row_loss": (("ok >= 0", "of a slot that is none both shares are 0"),),
-    "indexer_loss.forward": (
-        ("heads, rope, size)", _NAMED),
-        ("cores.cube() <= at_once < tokens", "as many tokens as cores are whole rounds already"),
-    ),
-    "indexer_loss_backward.row_grad": (("ok >= 0", "of a place that is none both shares are 0"),),
-    "kv_quant_sparse_flash_attention.unsupported": (
-        ("LATENT), value, key, ", "only whether they are one tensor is asked, where they are"),
-    ),
-    "lightning_indexer.scores_of": (("RATIO >= 1", "by 1 nothing is divided"),),
-    "lightning_indexer.tail": (
-        ("one <= more", _WRITTEN_NEXT),
-        ("tl.int32) + last)", _WRITTEN_NEXT),
-        ("p <= there$", _WRITTEN_NEXT),
-        ("p <= there (3)", _WRITTEN_NEXT),
-    ),
-    "lightning_indexer_grad.spread": (("ok >= 0 (2)", "what does not count adds 0 anywhere"),),
-    "lightning_indexer_grad.grad_keys": (
-        ("high >= low", "a request without a token of this launch adds zeros"),
-    ),
-    "lightning_indexer._candidates": (("2 * room < reach", _WHOLE),),
-    "lightning_indexer._tiles": (
-        ("query.dtype, size)", _NAMED),
-        ("page <= config", "a tile as long as a page divides it already"),
-    ),
-    "lightning_indexer.collect": (
-        ("requests, reach, tokens", _WHOLE),
-        ("n >= tl.maximum(room, ", _WHOLE),
-        ("written <= chosen", _WHOLE),
-        ("written >= room", _WHOLE),
-        ("-> taken >= 0", "a tile of which nothing is taken stores nothing"),
-        ("-> taken < FEW", "a tile is packed as well by its whole width"),
-    ),
-    "lightning_indexer.first_group": (("groups_of(rows, tokens", _LESSER),),
-    "lightning_indexer.narrower": (
-        ("key <= high", "the bracket's end becomes itself"),
-        ("count <= wanted", "the search is over"),
-    ),
-    "lightning_indexer.out_of_reach": (
-        ("cmp_ratio >= 1", "tokens of a key each are as many, and keys are counted before"),
-    ),
-    "lightning_indexer.request_at": (
-        ("groups_of(rows, tokens", _LESSER),
-        ("tokens, Q_LENGTHS, Q_TND)", "packed requests have lengths: both are true"),
-        ("first, tokens, rows, Q_TND, ", "only groups without work have another request"),
-        ("rows, Q_TND, tokens, TOKENS)", "a number of tokens is true, and not used otherwise"),
-    ),
-    "lightning_indexer.sampled": (("v >= highest", "of two equal scores either is the highest"),),
-    "lightning_indexer.scores": (
-        ("RATIO >= 1", "by 1 nothing is divided"),
-        ("score >= _LOWEST", "the lowest score stays itself"),
-        ("left >= 0", "scores of a group without a token, which nobody reads"),
-        ("HEADS >= HEAD_TILE", "the same queries, loaded again for every tile of keys"),
-        ("-> tl.store(rows_of, score)", _BEHIND),
-        ("-> (to + position + r, score)", _BEHIND),
-        ("r <= inside", _BEHIND),
-        ("of_query, of_scale, of_weights, ", _TIMES),
-    ),
-    "lightning_indexer.select": (
-        ("q, of_query, w)", "only whether each of them is dense is asked"),
-    ),
-    "lightning_indexer.topk": (
-        ("p <= known - s", "the room of the candidates comes in whole tiles"),
-        ("most >= wanted", "where as many are there as are wanted, all are taken either way"),
-        ("n >= chosen", "a row that is taken as a whole is counted first, for nothing"),
-        ("taken >= 0", "a tile of which nothing is taken stores nothing"),
-        ("least, key2, key1, key3", "a guess may narrow less; the passes by keys find the same"),
-        ("least, key1, key3, key2", "a guess may narrow less; the passes by keys find the same"),
-        ("high - low >= 1", "a bracket of one key is not narrowed by another pass"),
-        ("guess <= halved", "another guess, and the search ends at the same key"),
-        ("here >= ties", "where as many tie as are wanted, the cut leaves them all"),
-    ),
-    "lightning_indexer.values": (("position > 0 (2)", "position 0 is looked up at 0 either way"),),
-    "localize_indices.localize": (
-        ("taken >= 0", "a tile of which nothing is taken stores nothing"),
-    ),
-    "merge_topk.choose": (
-        ("sum(above, 0) > k", "where exactly k lie above, none of the next ones is wanted"),
-        ("ties >= 0", "where none is wanted, the search ends at -1 as well"),
-    ),
-    "merge_topk._tile": (
-        ("score >= LEAST_SCORE", "the least score stays itself"),
-        ("position <= LONGEST", "no indexer of an NPU gives a position so far"),
-    ),
-    "quantized_prolog.both": (
-        ("-> new(index_heads, tokens)", _NUMBERS),
-        ("-> new(rank, tokens)", _NUMBERS),
-    ),
-    "quantized_rows.of_index_heads": (("wanted, rotary, size)", _NAMED),),
-    "quantized_rows.of_latents": (
-        ("latent, rank, rotary)", _NAMED),
-        ("rank, rotary, latent)", _NAMED),
-    ),
-    "quantized_rows.of_query_heads": (("heads, rotary, size)", _NAMED),),
-    "product._cut": (
-        ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
-        ("config.tiles['PANELS'] < 8", _TILES),
-    ),
-    "product._held": (
-        ("< tiling.A3.l1", _TILES),
-        ("found, weights, depth)", _NAMED),
-    ),
-    "product._held_panels": (("-> tiles", _CORE),),
-    "product.panel_tiles": (
-        ("-> tiles * parts", _CORE),
-        ("acc0, WHOLE_K, WHOLE_N)", _FIRST),
-    ),
-    "ragged.visible": (
-        ("request <= requests", "a token behind all requests is behind the last one's as well"),
-    ),
-    "rows.finish": (("first + rows -> rows", _CORE),),
-    "rows._latent_rows": (("_summed(d, at, ", _ADDRESS),),
-    "rows.rotated": (("-> rows * tiles", _CORE),),
-    "sharedkv_prolog_pto._turn_heads": (("-> (rows * tiles + each - 1)", _CORE),),
-    "sharedkv_prolog_pto._window_rows": (("_summed(p, at, ", _ADDRESS),),
-    "sharedkv_prolog_pto.of_heads": (
-        ("_turn_heads(to_query, query, ", "both are one tensor"),
-        ("_turn_heads(to_index, index, ", "both are one tensor"),
-    ),
-    "sparse_attention_score._attended": (
-        ("-> block >= 1", "a block of one key is a block as well"),
-    ),
-    "sparse_attn_sharedkv.accumulate": (
-        ("total >= 0 (2)", "the logarithm of a sum of 0 is not taken"),
-    ),
-    "sparse_attn_sharedkv.copies": (
-        ("other > 0 (3)", "the lesser of both rows is stored first, and that is row 0"),
-    ),
-    "sparse_flash_attention._pages": (
-        ("at <= PIECE", "the entry behind the piece is found again, as the next one's first"),
-    ),
-    "sparse_flash_attention.attended": (("heads, ROTARY, size)", _NAMED),),
-    "sparse_flash_attention.few_tokens": (("heads, rotary, size)", _NAMED),),
-    "sparse_flash_attention.gather": _PIECE,
-    "sparse_flash_attention.collect": (("i <= (end + C.SPAN", _COPIED),),
-    "sparse_flash_attention.resolve": (
-        ("start, pages, limit, page,", _UNPAGED),
-        ("limit, page, pages, page_rows", _UNPAGED),
-    ),
-    "sparse_flash_attention.unsupported": (("rotary, latent)", _SUMMED),),
-    "sparse_flash_attention_grad._by_position": (
-        ("rows >= ragged.LONGEST // block", "a position so far is behind every key"),
-    ),
-    "sparse_flash_attention_grad._queries": (("heads, rotary, latent)", _NAMED),),
-    "sparse_flash_attention_grad.grad_keys": (
-        ("high >= low", "a request without a token of this launch adds zeros"),
-    ),
-    "sparse_flash_attention_grad.row_sums": (("s >= 0", _NOTHING),),
-    "sparse_lightning_indexer_grad_kl_loss._log_sums": (("peak >= -torch.inf", _NOTHING),),
-    "sparse_lightning_indexer_grad_kl_loss.row_loss": (
-        ("ok >= 0", "of a slot that is none both shares are 0"),
-    ),
-    "sparse_lightning_indexer_grad_kl_loss._losses": (("heads, rope, size)", _NAMED),),
-    "sparse_lightning_indexer_grad_kl_loss.scores": (
-        ("start <= tl.load(last", "a tile more, which nobody reads"),
-    ),
-    "sparse_lightning_indexer_grad_kl_loss.targets": (
-        ("lse + token * heads + h)", _ABSENT_HEAD),
-        ("h <= heads (2)", _ABSENT_HEAD),
-        ("start <= tl.load(last", "a tile more, which nobody reads"),
-    ),
-    "two_passes.weighing": (
-        ("'HEAD_TILE', heads), rotary, size)", _NAMED),
-        ("['KEY_TILE'], rotary, size)", _SUMMED),
-    ),
-}
+# why nothing changes, and under it the mutants: a function and words of a title ($ is its end)
+_WITHOUT_EFFECT = """\
+the sizes only name what is remembered of a refusal
+    before_attention.launch: prolog.index_size, prolog.size)
+    fused_attention.forward: *sizes, varlen, masked)
+    fused_infer_attention_score_v2._weighing: rows), rotary, size)
+    indexer_loss.forward: heads, rope, size)
+    lightning_indexer._tiles: query.dtype, size)
+    quantized_rows.of_index_heads: wanted, rotary, size)
+    quantized_rows.of_latents: latent, rank, rotary)
+    quantized_rows.of_latents: rank, rotary, latent)
+    quantized_rows.of_query_heads: heads, rotary, size)
+    product._held: found, weights, depth)
+    sparse_flash_attention.attended: heads, ROTARY, size)
+    sparse_flash_attention.few_tokens: heads, rotary, size)
+    sparse_flash_attention_grad._queries: heads, rotary, latent)
+    sparse_lightning_indexer_grad_kl_loss._losses: heads, rope, size)
+    two_passes.weighing: 'HEAD_TILE', heads), rotary, size)
+what divides both is the same whichever comes first
+    block_indexer.forward: _step(block, page)
+the lowest score stays itself
+    block_indexer.scores: z >= _LOWEST
+    lightning_indexer.scores: score >= _LOWEST
+a row without a key takes the other branch
+    blocks_in_place.accumulate: total >= 0 (2)
+a block of one run is a block as well
+    blocks_in_place.attend: each >= 1
+each run has sums of its own, whichever core's
+    blocks_in_place.attend: head_tile, tiles, runs * RUN, RUN)
+the keys lie in pages, which neither finds
+    blocks_in_place.note: of_request, start, request, limit
+an address is the sum of both
+    causal_conv1d.convolve: -> part_of(n, starts,
+    causal_conv1d.part_of: -> left(n, starts,
+    causal_conv1d.finish: -> left(n, starts,
+    causal_conv1d_grad.walk: -> part_of(n, starts,
+    causal_conv1d_update.update: -> left(n, starts,
+    compressor.normalise: _added(at, product,
+    fused_causal_conv1d.fill: -> left(n, starts,
+    fused_causal_conv1d.push: -> left(n, starts,
+    fused_sigmoid_gating_delta_rule_update.update: -> left(n, starts,
+    rows._latent_rows: _summed(d, at,
+    sharedkv_prolog_pto._window_rows: _summed(p, at,
+what a wider one alone uses is loaded as well, and dropped by the front end
+    causal_conv1d.convolve: W > 2 -> W >= 2$
+    causal_conv1d.convolve: W > 2 -> W >= 2 (3)
+    causal_conv1d.convolve: W > 3 -> W >= 3$
+    causal_conv1d_grad.walk: W > 2 -> W >= 2$
+    causal_conv1d_grad.walk: W > 3 -> W >= 3$
+    causal_conv1d_grad.walk: W > 2 -> W >= 2 (5)
+    causal_conv1d_grad.walk: W > 3 -> W >= 3 (5)
+at 0 nothing is copied
+    causal_conv1d.row: position <= 0 (2)
+    causal_conv1d_update.value_at: position <= 0 (2)
+a part without a token begins at the end
+    causal_conv1d_grad.walk: begin <= stop$
+a part without a token stores no gradient of one
+    causal_conv1d_grad.walk: begin <= stop (2)
+column 0 lies at 0 whatever the stride; lanes past the channels are not stored
+    causal_conv1d_grad.walk: W - 4, ended, d, f_column, count)
+a column is stored where it was read
+    causal_conv1d_update.update: size >= 0
+    causal_conv1d_update.update: position > -reach
+the first step has no parent, and before it is -1 as well
+    causal_conv1d_update.update: -> position > 0
+what the two hold is only ever summed
+    chunk_gated_delta_rule.forward: allow_neg_eigval, use_beta_sigmoid_in_kernel)
+    chunk_gated_delta_rule.outputs: -> _length(n, lengths,
+    chunk_gated_delta_rule.products: -> _length(n, lengths,
+    chunk_gated_delta_rule.triangles: -> _length(n, lengths,
+    chunk_gated_delta_rule.walk: -> _length(n, lengths,
+    chunk_gated_delta_rule.weights: -> _length(n, lengths,
+    chunk_gated_delta_rule_grad.backward: gate, lengths, finer, inverse,
+    chunk_gated_delta_rule_grad.backward: k, v, lengths, finer, inverse,
+    chunk_gated_delta_rule_grad.backward: actual_seq_lengths, finer, inverse,
+    chunk_gated_delta_rule_grad.backward: allow_neg_eigval, use_beta_sigmoid_in_kernel)
+    chunk_gated_delta_rule_grad.places: -> _length(n, lengths,
+    chunk_gated_delta_rule_grad.walk_grads: -> _length(n, lengths,
+    chunk_gated_delta_rule_grad.walk_states: -> _length(n, lengths,
+    chunk_kda.forward: allow_neg_eigval, use_beta_sigmoid_in_kernel)
+    chunk_kda.laid_out: seen, finer, solved,
+    chunk_kda.fill: x.bounds, x.finer, x.solved,
+    chunk_kda_grad.backward: allow_neg_eigval, use_beta_sigmoid_in_kernel)
+    chunk_kda_grad.backward: x.bounds, x.finer, x.solved,
+    fused_infer_attention_score_v2._weighing: ['KEY_TILE'], rotary, size)
+    fused_infer_attention_score_v2.unsupported: rope, rank)
+    sparse_flash_attention.unsupported: rotary, latent)
+    two_passes.weighing: ['KEY_TILE'], rotary, size)
+as many numbers, whose rows the kernels count themselves
+    chunk_gated_delta_rule.forward: -> space(key_size, value_size
+    chunk_gated_delta_rule_grad.backward: -> space(2, value_size, CHUNK.value)
+    chunk_gated_delta_rule_grad.backward: -> space(value_size, CHUNK.value)
+    chunk_gated_delta_rule_grad.backward: -> space(key_size, value_size)
+    chunk_kda.laid_out: -> space(key_size, CHUNK.value
+    chunk_kda.laid_out: -> space(ROWS.value, CHUNK.value
+    chunk_kda_grad.backward: -> space(value_size, side)
+    chunk_kda_grad.backward: -> space(key_size, side,
+    chunk_kda_grad.backward: -> space(key_size, value_size)
+    quantized_prolog.both: -> new(index_heads, tokens)
+    quantized_prolog.both: -> new(rank, tokens)
+rows of a second chunk that is not there are not stored
+    chunk_gated_delta_rule.outputs: -> tl.load(of_far)
+tokens of a single head are one number apart
+    chunk_gated_delta_rule.triangles: VALUE_HEADS >= 1
+the two are only multiplied, number by number
+    chunk_gated_delta_rule_grad.backward: rates, grads, states, of_rest
+    chunk_kda.outputs: of.most, head, value_heads, False)
+    chunk_kda.crosses: _place(pair, of.most, head,
+    chunk_kda.walk: since, most, head, value_heads, False)
+    chunk_kda_grad.backward: of_rest, own, back,
+    chunk_kda_grad.backward: x.total, of_rest, x.units,
+    chunk_kda_grad.backward: of_rest, grads, states,
+    lightning_indexer.scores: of_query, of_scale, of_weights,
+crosses of pairs are not asked for: both stand for nothing
+    chunk_gated_delta_rule_grad.backward: k, qk, kk, kk, qk,
+    chunk_gated_delta_rule_grad.backward: lengths, qk, kk, kk, qk,
+which of the two rows a round begins with is all the same
+    chunk_kda.forward: state, *here, goes, came,
+    chunk_kda_grad.backward: *here, goes, came, value_heads
+rooms of one size, and each is used as what it is called
+    chunk_kda.laid_out: near_seen, near_alike, total,
+    chunk_kda.laid_out: near_seen, units, total,
+    chunk_kda.laid_out: alike, solved, seen,
+    chunk_kda.laid_out: lower, keys, queries,
+    chunk_kda.laid_out: queries, left, keys,
+    chunk_kda.laid_out: total, scaled, units,
+where no channel goes far, what is added has a weight of 0
+    chunk_kda.factors: tl.max(strong, 0) >= 0
+at the limit either anchors are right
+    chunk_kda.factors: propagate_nan=ALL) <= -REACH
+both begin as zeros
+    chunk_kda.factors: on_q, on_k, 0, KEY)
+the rate of a token that is not there is not stored
+    chunk_kda_grad.inputs: i <= count (3)
+rounds of heads and rounds of chunks make the same
+    chunk_kda_grad.backward: at_once * group > _FEWEST
+where all is one round the states are copied for nothing
+    chunk_kda_grad.backward: most <= count
+another core begins, with the same work
+    compressor._products: -> tiles * parts
+    product._held_panels: -> tiles
+    product.panel_tiles: -> tiles * parts
+    rows.finish: first + rows -> rows
+    rows.rotated: -> rows * tiles
+    sharedkv_prolog_pto._turn_heads: -> (rows * tiles + each - 1)
+a token behind all requests is behind the last one's as well
+    compressor.keep: -> request <= requests$
+    ragged.visible: request <= requests
+as many tokens each: there is no token behind them
+    compressor.keep: -> request <= requests (2)
+a tile is a row: nothing of it is masked
+    compressor.normalise: d <= SIZE
+a window before the first position has no history
+    compressor.pool: base + begin -> base
+a page of which nothing is history is read for no token
+    compressor.pool: own >= begin
+which sequences are there is asked of packed ones alone
+    fused_attention.piece_of: n >= 0 -> n > 0
+fewer keys go without a mask, which hides none of them
+    fused_attention.keys_of: -> shift (2)
+keys that are out of a window's sight are hidden by the mask as well
+    fused_attention.keys_of: -> shift (4)
+a sequence that fills one tile is done again, by the second launch
+    fused_attention.attend: count_q <= below
+a tile that is not masked uses neither
+    fused_attention.attend: count_k, start, window, row_max, total, (2)
+    fused_attention.attend: start, window, count_k, row_max, total, acc, sc (2)
+    fused_attention.attend: -> shift (2)
+    fused_attention.attend: CAUSAL, KEY_TILE, WINDOW, False)
+    fused_attention.attend: KEY_TILE, WINDOW, CAUSAL, False)
+    fused_attention_backward.grad_query: lse, of_delta, acc, sca (2)
+    fused_attention_backward.grad_query: lse, of_delta, ac (2)
+    fused_attention_backward.grad_query: lse, of_delt (2)
+keys that a row does not see are masked behind the exponential as well
+    fused_attention_backward.row_sums: known >=
+the only tile is square
+    fused_attention_backward.grad_query: WINDOW, KEY_TILE, Q_TILE)
+a block that begins with the tokens ends behind their first
+    fused_causal_conv1d.fill: boundary > 0
+without a token the block ends before the first one
+    fused_causal_conv1d.fill: size >= 0
+a row that is full and no longer stays where it is
+    fused_causal_conv1d.push: counted + size > L
+without a sequence or a channel neither is used
+    fused_causal_conv1d.forward: outputs(x, bias, weight, None,
+the logarithm of a sum of 0 is not taken
+    fused_infer_attention_score_v2.accumulate: total >= 0 (2)
+    sparse_attn_sharedkv.accumulate: total >= 0 (2)
+a copy of the same queries
+    fused_infer_attention_score_v2.forward: each >= 1$
+the result is copied to itself
+    fused_infer_attention_score_v2.forward: each >= 1 (4)
+only their sum counts, and both name what is refused
+    fused_infer_attention_score_v2.forward: heads, rope, rank)
+a group that sees no key has a run of none
+    fused_infer_attention_score_v2.runs_of: limit >= begin
+a step that names itself finds none before it, and begins anew
+    fused_sigmoid_gating_delta_rule_update._parent: parent <= t
+a sequence without a token stores the state that it loaded
+    fused_sigmoid_gating_delta_rule_update.update: end >= start
+tiles that are listed already, once more at the end
+    grouped_o_proj_pto._config: config.tiles['ROWS'] <= least
+    product._cut: config.tiles['ROWS'] <= least
+a tile of fewer heads turns them the same
+    grouped_o_proj_pto._turning: tile > cores.vector()
+    grouped_o_proj_pto._turning: rotary < _NARROW
+rows behind the products are zeros: the sum of squares comes after, the rest is not read
+    hc_pre.mix: acc, mask=(m < COUNT)[:, None]) ->
+    hc_pre.mix: m <= COUNT (2)
+a head has no rows of post, which another scale is for
+    hc_pre.gates: COUNT > 4 -> COUNT >= 4$
+of a row without a slot nothing is taken
+    indexer_loss.distributions: total_e >= 0
+a row without a slot has no share
+    indexer_loss.log_sums: total >= 0
+of a slot that is none both shares are 0
+    indexer_loss.row_loss: ok >= 0
+    sparse_lightning_indexer_grad_kl_loss.row_loss: ok >= 0
+as many tokens as cores are whole rounds already
+    indexer_loss.forward: cores.cube() <= at_once < tokens
+of a place that is none both shares are 0
+    indexer_loss_backward.row_grad: ok >= 0
+only whether they are one tensor is asked, where they are
+    kv_quant_sparse_flash_attention.unsupported: LATENT), value, key,
+by 1 nothing is divided
+    lightning_indexer.scores_of: RATIO >= 1
+    lightning_indexer.scores: RATIO >= 1
+what lies there without one is written next
+    lightning_indexer.tail: one <= more
+    lightning_indexer.tail: tl.int32) + last)
+    lightning_indexer.tail: p <= there$
+    lightning_indexer.tail: p <= there (3)
+what does not count adds 0 anywhere
+    lightning_indexer_grad.spread: ok >= 0 (2)
+a request without a token of this launch adds zeros
+    lightning_indexer_grad.grad_keys: high >= low
+    sparse_flash_attention_grad.grad_keys: high >= low
+the answer is that of the whole row, with its candidates or without
+    lightning_indexer._candidates: 2 * room < reach
+    lightning_indexer.collect: requests, reach, tokens
+    lightning_indexer.collect: n >= tl.maximum(room,
+    lightning_indexer.collect: written <= chosen
+    lightning_indexer.collect: written >= room
+a tile as long as a page divides it already
+    lightning_indexer._tiles: page <= config
+a tile of which nothing is taken stores nothing
+    lightning_indexer.collect: -> taken >= 0
+    lightning_indexer.topk: taken >= 0
+    localize_indices.localize: taken >= 0
+a tile is packed as well by its whole width
+    lightning_indexer.collect: -> taken < FEW
+the lesser of both is what counts
+    lightning_indexer.first_group: groups_of(rows, tokens
+    lightning_indexer.request_at: groups_of(rows, tokens
+the bracket's end becomes itself
+    lightning_indexer.narrower: key <= high
+the search is over
+    lightning_indexer.narrower: count <= wanted
+tokens of a key each are as many, and keys are counted before
+    lightning_indexer.out_of_reach: cmp_ratio >= 1
+packed requests have lengths: both are true
+    lightning_indexer.request_at: tokens, Q_LENGTHS, Q_TND)
+only groups without work have another request
+    lightning_indexer.request_at: first, tokens, rows, Q_TND,
+a number of tokens is true, and not used otherwise
+    lightning_indexer.request_at: rows, Q_TND, tokens, TOKENS)
+of two equal scores either is the highest
+    lightning_indexer.sampled: v >= highest
+scores of a group without a token, which nobody reads
+    lightning_indexer.scores: left >= 0
+the same queries, loaded again for every tile of keys
+    lightning_indexer.scores: HEADS >= HEAD_TILE
+what lies behind the keys that a row sees is not read
+    lightning_indexer.scores: -> tl.store(rows_of, score)
+    lightning_indexer.scores: -> (to + position + r, score)
+    lightning_indexer.scores: r <= inside
+only whether each of them is dense is asked
+    lightning_indexer.select: q, of_query, w)
+the room of the candidates comes in whole tiles
+    lightning_indexer.topk: p <= known - s
+where as many are there as are wanted, all are taken either way
+    lightning_indexer.topk: most >= wanted
+a row that is taken as a whole is counted first, for nothing
+    lightning_indexer.topk: n >= chosen
+a guess may narrow less; the passes by keys find the same
+    lightning_indexer.topk: least, key2, key1, key3
+    lightning_indexer.topk: least, key1, key3, key2
+a bracket of one key is not narrowed by another pass
+    lightning_indexer.topk: high - low >= 1
+another guess, and the search ends at the same key
+    lightning_indexer.topk: guess <= halved
+where as many tie as are wanted, the cut leaves them all
+    lightning_indexer.topk: here >= ties
+position 0 is looked up at 0 either way
+    lightning_indexer.values: position > 0 (2)
+where exactly k lie above, none of the next ones is wanted
+    merge_topk.choose: sum(above, 0) > k
+where none is wanted, the search ends at -1 as well
+    merge_topk.choose: ties >= 0
+the least score stays itself
+    merge_topk._tile: score >= LEAST_SCORE
+no indexer of an NPU gives a position so far
+    merge_topk._tile: position <= LONGEST
+other tiles make the same products
+    product._cut: config.tiles['PANELS'] < 8
+    product._held: < tiling.A3.l1
+a tile's first panel is there, and where all are whole another lies behind its depth
+    product.panel_tiles: acc0, WHOLE_K, WHOLE_N)
+both are one tensor
+    sharedkv_prolog_pto.of_heads: _turn_heads(to_query, query,
+    sharedkv_prolog_pto.of_heads: _turn_heads(to_index, index,
+a block of one key is a block as well
+    sparse_attention_score._attended: -> block >= 1
+the lesser of both rows is stored first, and that is row 0
+    sparse_attn_sharedkv.copies: other > 0 (3)
+the entry behind the piece is found again, as the next one's first
+    sparse_flash_attention._pages: at <= PIECE
+a piece of rows more is copied, which nobody reads
+    sparse_flash_attention.gather: piece <= (end + KEY_TILE
+    sparse_flash_attention.collect: i <= (end + C.SPAN
+no keys of a gradient lie in pages
+    sparse_flash_attention.resolve: start, pages, limit, page,
+    sparse_flash_attention.resolve: limit, page, pages, page_rows
+a position so far is behind every key
+    sparse_flash_attention_grad._by_position: rows >= ragged.LONGEST // block
+a row that saw nothing has no slot, and no key counts it
+    sparse_flash_attention_grad.row_sums: s >= 0
+    sparse_lightning_indexer_grad_kl_loss._log_sums: peak >= -torch.inf
+a tile more, which nobody reads
+    sparse_lightning_indexer_grad_kl_loss.scores: start <= tl.load(last
+    sparse_lightning_indexer_grad_kl_loss.targets: start <= tl.load(last
+what a head that is not there has loaded is not used
+    sparse_lightning_indexer_grad_kl_loss.targets: lse + token * heads + h)
+    sparse_lightning_indexer_grad_kl_loss.targets: h <= heads (2)
+"""
+
+
+def _by_function(text: str) -> dict[str, list[tuple[str, str]]]:
+    """Words and reasons of each function."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    reason = ""
+    for line in text.splitlines():
+        if line.startswith(" "):
+            function, words = line.strip().split(": ", 1)
+            found.setdefault(function, []).append((words, reason))
+        else:
+            reason = line
+    return found
+
+
+_REASONS = _by_function(_WITHOUT_EFFECT)
 
 
 @dataclass(frozen=True)

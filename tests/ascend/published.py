@@ -68,17 +68,23 @@ def indexer(queries: int, keys: int) -> Make:
     return make
 
 
+def rows(x: Inputs, requests: int, heads: int, *keys: int) -> Arguments:
+    """A token of each request, and latents."""
+    return dict(
+        query=x.normal(requests, 1, heads, LATENT),
+        key=x.normal(*keys, 1, LATENT),
+        query_rope=x.normal(requests, 1, heads, ROTARY),
+        key_rope=x.normal(*keys, 1, ROTARY),
+    )
+
+
 def decode(keys: int, chosen: int, requests: int = 1, heads: int = HEADS) -> Make:
     def make(x: Inputs) -> Arguments:
         indices = torch.arange(chosen).expand(requests, 1, 1, chosen)
-        return dict(
-            query=x.normal(requests, 1, heads, LATENT),
-            key=x.normal(requests, keys, 1, LATENT),
+        return rows(x, requests, heads, requests, keys) | dict(
             value=None,
             sparse_indices=x.ints(indices.contiguous()),
             scale_value=0.07,
-            query_rope=x.normal(requests, 1, heads, ROTARY),
-            key_rope=x.normal(requests, keys, 1, ROTARY),
             layout_query="BSND",
             layout_kv="BSND",
         )
@@ -91,13 +97,9 @@ def latents(keys: int, heads: int) -> Make:
 
     def make(x: Inputs) -> Arguments:
         pages = -(-keys // PAGE)
-        key = x.normal(pages, PAGE, 1, LATENT)
-        return dict(
-            query=x.normal(1, 1, heads, LATENT),
-            key=key,
-            value=key,
-            query_rope=x.normal(1, 1, heads, ROTARY),
-            key_rope=x.normal(pages, PAGE, 1, ROTARY),
+        given = rows(x, 1, heads, pages, PAGE)
+        return given | dict(
+            value=given["key"],
             actual_seq_kvlen=x.ints([keys]),
             block_table=x.ints(torch.arange(pages)[None]),
             num_query_heads=heads,
@@ -317,19 +319,14 @@ def layer(model: shared_kv_prolog.Model, k: int, kind: str, requests: int) -> Ma
 
 
 # the stages' floors on an A3, us: bytes at 1.6 TB/s, or multiply-adds at 350 TFLOPS
+_REQUESTS = (32, 128)
 _FLOORS = {
-    ("Pro", "sliding", 32): 145 + 7.9 + 231,
-    ("Pro", "sliding", 128): 145 + 32 + 231,
-    ("Pro", "HCA", 32): 145 + 9.3 + 18 + 231,
-    ("Pro", "HCA", 128): 145 + 9.8 + 73 + 231,
-    ("Pro", "CSA", 32): 145 + 23 + 16 + 84 + 29 + 231,
-    ("Pro", "CSA", 128): 145 + 25 + 16 + 336 + 115 + 231,
-    ("Flash", "sliding", 32): 50 + 5.2 + 84,
-    ("Flash", "sliding", 128): 51 + 21 + 84,
-    ("Flash", "HCA", 32): 50 + 5.4 + 16 + 84,
-    ("Flash", "HCA", 128): 51 + 5.9 + 63 + 84,
-    ("Flash", "CSA", 32): 50 + 14 + 11 + 84 + 16 + 84,
-    ("Flash", "CSA", 128): 51 + 15 + 11 + 336 + 63 + 84,
+    ("Pro", "sliding"): (145 + 7.9 + 231, 145 + 32 + 231),
+    ("Pro", "HCA"): (145 + 9.3 + 18 + 231, 145 + 9.8 + 73 + 231),
+    ("Pro", "CSA"): (145 + 23 + 16 + 84 + 29 + 231, 145 + 25 + 16 + 336 + 115 + 231),
+    ("Flash", "sliding"): (50 + 5.2 + 84, 51 + 21 + 84),
+    ("Flash", "HCA"): (50 + 5.4 + 16 + 84, 51 + 5.9 + 63 + 84),
+    ("Flash", "CSA"): (50 + 14 + 11 + 84 + 16 + 84, 51 + 15 + 11 + 336 + 63 + 84),
 }
 _OF_MODEL = {"Pro": (shared_kv_prolog.PRO, 1024), "Flash": (shared_kv_prolog.FLASH, 512)}
 LAYERS = tuple(
@@ -340,7 +337,8 @@ LAYERS = tuple(
         "npu_sparse_attention_v4_pto",
         layer(*_OF_MODEL[model], kind, requests),
     )
-    for (model, kind, requests), floor in _FLOORS.items()
+    for (model, kind), floors in _FLOORS.items()
+    for requests, floor in zip(_REQUESTS, floors, strict=True)
 )
 
 

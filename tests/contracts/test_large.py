@@ -8,6 +8,8 @@ Nothing of the memory between is initialised or touched.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from custom.dispatch.dispatch_keys import written
@@ -17,7 +19,7 @@ from torch import Tensor
 from docs.numerics import ANY_ORDER
 
 from ..support.ragged import ints, run
-from ..support.samples import Maker, apart, sample
+from ..support.samples import SAMPLES, Maker, apart, attention_backward, sample
 
 pytestmark = pytest.mark.large
 PAGE, DTYPE = 128, torch.float16
@@ -186,42 +188,9 @@ def attention(m: Maker, *ends: int) -> dict:
     return dict(q=q, k=k, v=v, causal=True, cu_seqlens_q=sums, cu_seqlens_k=sums)
 
 
-def attention_backward(m: Maker, *ends: int) -> dict:
-    forward = attention(m, *ends)
-    o, lse = torch.ops.custom.npu_fused_attention(**forward)
-    return forward | dict(grad_o=m.normal(*o.shape), o=o, lse=lse)
-
-
-def sparse_attention(m: Maker, heads: int) -> dict:
-    return dict(
-        query=m.normal(1, 3, heads, 512),
-        key=m.normal(1, 40, 1, 512),
-        value=None,
-        sparse_indices=m.shuffled(1, 3, 1, 32, high=40),
-        scale_value=0.1,
-        query_rope=m.normal(1, 3, heads, 64),
-        key_rope=m.normal(1, 40, 1, 64),
-        return_softmax_lse=True,
-    )
-
-
-def indexer(m: Maker) -> dict:
-    return dict(
-        query=m.normal(2, 3, 5, 64),
-        key=m.normal(2, 70, 1, 64),
-        weights=m.normal(2, 3, 5),
-        sparse_count=16,
-        return_value=True,
-    )
-
-
 def indexer_loss(m: Maker) -> dict:
-    return dict(
-        query=m.normal(1, 66, 3, 256),
-        key=m.normal(1, 20, 256),
-        index_score=m.normal(1, 3, 12),
-        indices=m.shuffled(1, 3, 12, high=20),
-        scaling=0.1,
+    loss = SAMPLES["npu_indexer_loss"](m, B=1, S=3, heads=66, d=256, keys=20, count=12)
+    return loss | dict(
         chunk_offset=17,
         query_rope=m.normal(1, 66, 3, 64),
         key_rope=m.normal(1, 20, 64),
@@ -229,29 +198,28 @@ def indexer_loss(m: Maker) -> dict:
     )
 
 
-def delta_rule(m: Maker) -> dict:
-    return dict(
-        query=m.normal(130, 3, 64),
-        key=torch.nn.functional.normalize(m.normal(130, 3, 64), dim=-1),
-        value=m.normal(130, 6, 64),
-        beta=m.normal(130, 6).sigmoid(),
-        initial_state=m.normal(2, 6, 64, 64, dtype=torch.float32),
-        actual_seq_lengths=m.ints(90, 40),
-        g=-m.normal(130, 6, dtype=torch.float32).abs(),
-    )
+def sized(op: str, **sizes: int) -> tuple[str, Callable[[Maker], dict]]:
+    return op, lambda m: SAMPLES[op](m, **sizes)
 
 
+ROWS = dict(B=1, r=512, dr=64, keys=40, count=32)
 # what has kernels of its own on Hopper, where it is large enough for them
 WIDE = {
     "dense": ("npu_fused_attention", attention),
     "packed": ("npu_fused_attention", lambda m: attention(m, 70, 140)),
-    "dense, backward": ("npu_fused_attention_backward", attention_backward),
-    "packed, backward": ("npu_fused_attention_backward", lambda m: attention_backward(m, 70, 140)),
-    "few rows": ("npu_sparse_flash_attention", lambda m: sparse_attention(m, 4)),
-    "rows": ("npu_sparse_flash_attention", lambda m: sparse_attention(m, 20)),
-    "scores": ("npu_lightning_indexer", indexer),
+    "dense, backward": (
+        "npu_fused_attention_backward",
+        lambda m: attention_backward(m, attention(m)),
+    ),
+    "packed, backward": (
+        "npu_fused_attention_backward",
+        lambda m: attention_backward(m, attention(m, 70, 140)),
+    ),
+    "few rows": sized("npu_sparse_flash_attention", heads=4, **ROWS),
+    "rows": sized("npu_sparse_flash_attention", heads=20, **ROWS),
+    "scores": sized("npu_lightning_indexer", heads=5, d=64, keys=70, count=16),
     "loss": ("npu_indexer_loss", indexer_loss),
-    "chunks": ("npu_chunk_gated_delta_rule", delta_rule),
+    "chunks": sized("npu_chunk_gated_delta_rule", S=90, heads=3, dk=64, dv=64),
 }
 CONTIGUOUS = {
     "softmax_max", "softmax_sum", "d_softmax_sum", "lse", "initial_state", "d_final_state",

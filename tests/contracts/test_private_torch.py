@@ -15,16 +15,16 @@ from custom.dispatch.common import private_torch
 from custom.dispatch.errors import NotSupported
 from torch.autograd import forward_ad
 
-NAMES = [
-    (torch._C, "_any_requires_grad"),
-    (torch._C, "_are_functorch_transforms_active"),
-    (torch._C, "_AutoDispatchBelowADInplaceOrView"),
-    (torch._C, "_dispatch_keyset_full_after"),
-    (torch._C, "_ExcludeDispatchKeyGuard"),
-    (torch._C, "DispatchKey"),
-    (torch._C, "DispatchKeySet"),
-    (forward_ad, "_current_level"),
-]
+_OF_C = (
+    "_any_requires_grad",
+    "_are_functorch_transforms_active",
+    "_AutoDispatchBelowADInplaceOrView",
+    "_dispatch_keyset_full_after",
+    "_ExcludeDispatchKeyGuard",
+    "DispatchKey",
+    "DispatchKeySet",
+)
+NAMES = [*((torch._C, name) for name in _OF_C), (forward_ad, "_current_level")]
 
 
 def without(monkeypatch: Any, of: Any, *names: str) -> ModuleType:

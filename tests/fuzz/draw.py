@@ -167,6 +167,11 @@ def _lengths(r: Random) -> list[int]:
     return [r.choice([0, 1, 2, 5, 9, r.choice([3, 17, 64, 70])]) for _ in range(sequences)]
 
 
+def _often(r: Random, **shares: float) -> dict[str, bool]:
+    """Which hold: each in so large a share of the cases."""
+    return {name: r.random() < share for name, share in shares.items()}
+
+
 def _chunks(r: Random, backward: bool) -> Case:
     return dict(
         lengths=_lengths(r),
@@ -175,16 +180,18 @@ def _chunks(r: Random, backward: bool) -> Case:
         groups=r.randint(1, 3),
         dk=r.choice([16, 24, 32]),
         dv=r.choice([8, 16, 40]),
-        state=r.random() < 0.7,
-        gates=r.random() < 0.8,
+        **_often(r, state=0.7, gates=0.8),
         rates=r.choice([0, 0, 1, 2]),
     )
 
 
+def _sequences(r: Random) -> Case:
+    return dict(lengths=_lengths(r), **_often(r, packed=0.7))
+
+
 def _kda(r: Random, backward: bool) -> Case:
     return dict(
-        lengths=_lengths(r),
-        packed=r.random() < 0.7,
+        **_sequences(r),
         h=r.randint(1, 2),
         groups=r.randint(1, 3),
         k=r.choice([16, 24, 32]),
@@ -194,22 +201,19 @@ def _kda(r: Random, backward: bool) -> Case:
         state=r.random() < 0.7,
         layout=r.choice(["kv", "vk"]),
         gate=r.choice([GIVEN, SOFTPLUS, BOUNDED, PLAIN]),
-        bias=r.random() < 0.5,
-        norm=r.random() < 0.5,
+        **_often(r, bias=0.5, norm=0.5),
         rates=r.choice([0, 0, 1, 2]),
     )
 
 
 def _convolution(r: Random, backward: bool) -> Case:
     return dict(
-        lengths=_lengths(r),
-        packed=r.random() < 0.7,
+        **_sequences(r),
         d=r.choice([1, 8, 40, 64]),
         w=r.randint(2, 4),
         before=r.choice([0, 0, 2]),
         behind=r.randint(0, 2),
-        history=r.random() < 0.7,
-        bias=r.random() < 0.5,
+        **_often(r, history=0.7, bias=0.5),
         activation=r.choice([None, "silu"]),
     )
 

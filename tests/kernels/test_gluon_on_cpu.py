@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,38 +171,17 @@ def test_heads_of_few_rows_far_apart(few):
     assert len(few) == 2 and torch.equal(got, want)
 
 
+_PACKED = partial(dict, R=64, B=3, S=3, query="TND", keys="TND", K=30)
 INDEXED = {
     "paged": dict(N=3, R=64, B=2, S=1, P=64, S2=704, K=40),
     "two rows, long": dict(N=40, R=64, B=1, S=2, P=128, S2=9216, K=70),
     "two rows, short": dict(N=64, R=128, B=3, S=2, P=64, S2=320, lengths=[320, 1, 150], K=33),
     "four rows": dict(N=9, R=64, B=2, S=5, keys="BSND", S2=300, rows=[5, 3], K=50),
-    "packed": dict(
-        N=16,
-        R=64,
-        B=3,
-        S=3,
-        query="TND",
-        keys="TND",
-        rows=[1, 1, 7],
-        lengths=[20, 20, 500],
-        S2=200,
-        K=30,
-    ),
+    "packed": _PACKED(N=16, rows=[1, 1, 7], lengths=[20, 20, 500], S2=200),
     "packed, paged": dict(N=20, R=64, B=2, S=3, query="TND", rows=[2, 5], P=64, S2=256, K=20),
     "shared": dict(N=64, R=64, B=2, S=5, P=128, S2=4352, rows=[5, 2], lengths=[4300, 170], K=60),
     "shared, 128 heads": dict(N=128, R=64, B=1, S=3, keys="BSND", S2=200, K=60),
-    "shared, packed": dict(
-        N=64,
-        R=64,
-        B=3,
-        S=3,
-        query="TND",
-        keys="TND",
-        rows=[1, 1, 9],
-        lengths=[70, 70, 400],
-        S2=150,
-        K=30,
-    ),
+    "shared, packed": _PACKED(N=64, rows=[1, 1, 9], lengths=[70, 70, 400], S2=150),
     "beyond 32 bits": dict(
         N=3,
         R=64,
@@ -365,18 +345,7 @@ def test_loss_of_narrow_keys(heads, size, lse, monkeypatch):
 GRADIENTS = {
     "one request": dict(N=64, R=128, B=1, S=3, keys="BSND", S2=200, K=130),
     "padded rows": dict(N=40, R=64, B=2, S=3, keys="BSND", S2=90, rows=[3, 1], K=70),
-    "packed": dict(
-        N=64,
-        R=64,
-        B=3,
-        S=3,
-        query="TND",
-        keys="TND",
-        rows=[1, 1, 5],
-        lengths=[20, 20, 150],
-        S2=60,
-        K=30,
-    ),
+    "packed": _PACKED(N=64, rows=[1, 1, 5], lengths=[20, 20, 150], S2=60),
 }
 
 
@@ -564,14 +533,8 @@ def test_fp8_product(tokens, depth, prologs):
 
 @pytest.mark.parametrize(
     "tokens, depth, sms",
-    [
-        (3, 1024, 132),
-        (20, 1168, 132),
-        (70, 448, 132),
-        (150, 192, 132),
-        (150, 2320, 1),
-        (70, 4112, 1),
-    ],
+    [(n, k, 132) for n, k in ((3, 1024), (20, 1168), (70, 448), (150, 192))]
+    + [(n, k, 1) for n, k in ((150, 2320), (70, 4112))],
 )
 def test_fp8_product_of_groups(tokens, depth, sms, prologs, monkeypatch):
     """sms 1: more blocks of k in a run than shared memory has the scales of."""

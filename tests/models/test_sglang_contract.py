@@ -189,11 +189,15 @@ def an_engine(monkeypatch, **changed):
     return bag
 
 
+def assert_refuses(served, asked, build):
+    value, mode = (MODES | DELTA_MODES)[asked]
+    with pytest.raises(NotSupported, match=f"serves {served} without {mode}.*; turn it"):
+        build({asked: value})
+
+
 @pytest.mark.parametrize("asked", MODES)
 def test_a_mode_that_has_no_test_is_refused(dsa, stubs, asked):
-    value, mode = MODES[asked]
-    with pytest.raises(NotSupported, match=f"serves sparse attention without {mode}.*; turn it"):
-        dsa.SparseBackend(an_engine(stubs, **{asked: value}))
+    assert_refuses("sparse attention", asked, lambda on: dsa.SparseBackend(an_engine(stubs, **on)))
 
 
 def test_the_factory_replaces_the_selection(dsa, stubs):
@@ -342,9 +346,8 @@ def a_delta_engine(monkeypatch, **changed):
 
 @pytest.mark.parametrize("asked", DELTA_MODES)
 def test_a_mode_of_the_delta_rule_that_has_no_test_is_refused(gdn, stubs, asked):
-    value, mode = DELTA_MODES[asked]
-    with pytest.raises(NotSupported, match=f"serves the gated delta rule without {mode}.*; turn"):
-        gdn.DeltaBackend(a_delta_engine(stubs, **{asked: value}))
+    rule = lambda on: gdn.DeltaBackend(a_delta_engine(stubs, **on))  # noqa: E731
+    assert_refuses("the gated delta rule", asked, rule)
 
 
 def test_the_backend_of_a_delta_rule_is_replaced_where_there_is_one(gdn, stubs):

@@ -514,6 +514,11 @@ def test_a_rank_has_its_heads_channels_and_states(tokens, gdn, monkeypatch):
     assert not torch.equal(kept, states)
 
 
+# what is kept, whether there are drafts, ranks, and what was not tried
+ALL_BLOCKS = ("all", False, 1, "states of all blocks")
+RANKS = ("none", False, 2, "data parallelism")
+
+
 def build_delta(gdn: Any, kept: str, drafts: bool, ranks: int = 1, **has: Any) -> Any:
     """With what vLLM's layer has that its stub leaves open."""
     method = SimpleNamespace(method="mtp") if drafts else None
@@ -527,11 +532,7 @@ def build_delta(gdn: Any, kept: str, drafts: bool, ranks: int = 1, **has: Any) -
 
 @pytest.mark.parametrize(
     ("kept", "drafts", "ranks", "mode"),
-    [
-        ("all", False, 1, "states of all blocks"),
-        ("align", True, 1, "drafts beside kept prefixes"),
-        ("none", False, 2, "data parallelism"),
-    ],
+    [ALL_BLOCKS, ("align", True, 1, "drafts beside kept prefixes"), RANKS],
 )
 def test_the_delta_rule_is_refused_where_it_was_not_tried(kept, drafts, ranks, mode, gdn):
     with pytest.raises(NotSupported, match=f"the gated delta rule without {mode}, and"):
@@ -898,11 +899,7 @@ def test_kimi_delta_attention_is_the_rule_token_by_token(tokens, lower_bound, ki
 
 @pytest.mark.parametrize(
     ("kept", "drafts", "ranks", "mode"),
-    [
-        ("all", False, 1, "states of all blocks"),
-        ("none", True, 1, "drafts"),
-        ("none", False, 2, "data parallelism"),
-    ],
+    [ALL_BLOCKS, ("none", True, 1, "drafts"), RANKS],
 )
 def test_kimi_delta_attention_is_refused_where_it_was_not_tried(kept, drafts, ranks, mode, kimi):
     method = SimpleNamespace(method="mtp") if drafts else None
@@ -1802,13 +1799,19 @@ def test_glm_s_weights_are_read_where_vllm_keeps_them(glm, theirs_of_glm):
     assert all(each.untyped_storage().data_ptr() in theirs for each in tensors.values())
 
 
+# by attention to some of the keys
+NOT_TRIED = (
+    (dict(data_parallel_size=2), "data parallelism"),
+    (dict(speculative_config=SimpleNamespace(method="mtp")), "drafts"),
+    (dict(quant_config=object()), "quantized weights"),
+    (dict(stored="fp8"), "caches of another dtype than the model"),
+)
+
+
 @pytest.mark.parametrize(
     ("changed", "mode"),
     [
-        (dict(data_parallel_size=2), "data parallelism"),
-        (dict(speculative_config=SimpleNamespace(method="mtp")), "drafts"),
-        (dict(quant_config=object()), "quantized weights"),
-        (dict(stored="fp8"), "caches of another dtype than the model"),
+        *NOT_TRIED,
         (dict(rotary=8), "a rotary part"),
         (dict(indexer=None), "keys that are all attended to"),
         (dict(g_proj=object()), "a gate"),
@@ -1956,10 +1959,7 @@ def test_requests_that_join_attend_to_the_blocks_of_transformers(ranks, m3, mla)
 @pytest.mark.parametrize(
     ("changed", "mode"),
     [
-        (dict(data_parallel_size=2), "data parallelism"),
-        (dict(speculative_config=SimpleNamespace(method="mtp")), "drafts"),
-        (dict(quant_config=object()), "quantized weights"),
-        (dict(stored="fp8"), "caches of another dtype than the model"),
+        *NOT_TRIED,
         (dict(sparse_score_type="mean"), "scores other than the largest"),
         (dict(sparse_index_dim=16), "an indexer with heads of another size"),
     ],

@@ -90,18 +90,15 @@ def _rows(s: int, n: int, r: int, dr: int, **more: Any) -> dict[str, Any]:
 
 def _sparse() -> Iterator[tuple[str, str, Make]]:
     op = "npu_sparse_flash_attention"
-    for s, n, r, dr in [
-        (1, 128, 512, 64),
-        (64, 64, 512, 64),
-        (256, 64, 1024, 64),
-        (256, 16, 128, 0),
-        (256, 64, 256, 64),
-        (64, 64, 576, 0),
-        (4096, 64, 512, 64),
-        (1, 128, 512, 0),
-        (64, 64, 512, 0),
-    ]:
-        yield op, f"H{n} {r} + {dr}, {s} x 8192", lambda at, seed, a=(s, n, r, dr): _rows(*a)
+    rows = {(512, 64): [(1, 128), (64, 64), (4096, 64)], (512, 0): [(1, 128), (64, 64)]} | {
+        (1024, 64): [(256, 64)],
+        (256, 64): [(256, 64)],
+        (128, 0): [(256, 16)],
+        (576, 0): [(64, 64)],
+    }
+    for (r, dr), of_size in rows.items():
+        for s, n in of_size:
+            yield op, f"H{n} {r} + {dr}, {s} x 8192", lambda at, seed, a=(s, n, r, dr): _rows(*a)
 
     def value(at: torch.device, seed: int) -> dict[str, Any]:
         return _rows(64, 64, 512, 64, value=_bf16(1, 8192, 1, 512))
@@ -356,11 +353,8 @@ def _delta_rule() -> Iterator[tuple[str, str, Make]]:
     for d, bound in [(64, None), (96, -5.0)]:
 
         def kda_forward(at, seed, d=d, bound=bound):  # type: ignore[no-untyped-def]
-            return dict(
-                q=_bf16(1, 4096, 16, d),
-                k=_bf16(1, 4096, 16, d),
-                v=_bf16(1, 4096, 32, d),
-                g=_bf16(1, 4096, 32, d),
+            heads = dict(q=16, k=16, v=32, g=32)
+            return {name: _bf16(1, 4096, n, d) for name, n in heads.items()} | dict(
                 beta=_bf16(1, 4096, 32),
                 use_qk_l2norm_in_kernel=True,
                 use_gate_in_kernel=True,

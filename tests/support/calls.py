@@ -47,6 +47,14 @@ def by_change(x: Any) -> str | None:
     return next(iter(x)) if isinstance(x, dict) else None
 
 
+def refused(**changes: tuple[Any, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Of each argument a value, and what is wanted in its place: the change, and its sentence."""
+    return [
+        ({name: value}, f"`{name}` is {value!r}, expected {wanted}")
+        for name, (value, wanted) in changes.items()
+    ]
+
+
 def by_formula(
     op: str, formula: Callable[..., Any], case: Any, dtype: torch.dtype, device: Any, backend: str
 ) -> tuple[Any, Any, Any]:

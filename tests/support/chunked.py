@@ -8,17 +8,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import custom
 
 from .accuracy import assert_close_to_float64, skip_unless_taken
-from .calls import runs_once
+from .calls import assert_refuses, runs_once
 from .delta_rule import Sequences
 from .kda import Case
 
 Outputs = tuple[Tensor, Tensor]
+Test = Callable[..., None]
+
+
+def each(cases: Sequence[Sequences | Case]) -> Callable[[Test], Test]:
+    """In every dtype that a rule takes."""
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+
+    def over(test: Test) -> Test:
+        in_dtypes = pytest.mark.parametrize("dtype", dtypes, ids=str)
+        return in_dtypes(pytest.mark.parametrize("case", cases, ids=str)(test))
+
+    return over
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,12 @@ class Chunked:
         step = torch.finfo(dtype).eps / 2 * float(want_state.abs().max()) if state.numel() else 0.0
         assert_close_to_float64("state", state, rounded_state, want_state, beyond=step)
         assert state.dtype is (case.state or torch.float32)
+
+    def assert_refuses(
+        self, case: Sequences | Case, change: dict[str, Any], error: type[Exception], sentence: str
+    ) -> None:
+        good = case.moved(case.arguments(), torch.float32, "cpu")
+        assert_refuses(self.op, good | change, error, sentence)
 
     def assert_near(
         self, case: Sequences | Case, drawn: dict[str, Any], device: Any, most: float

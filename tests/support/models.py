@@ -12,6 +12,8 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 
 from custom.bench.models import SMALL_DSA, SMALL_LINEAR  # noqa: E402
 
+from . import v4_layers  # noqa: E402
+
 NEW = 12
 NO_TOKENS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 YARN = dict(
@@ -85,29 +87,15 @@ def glm(**changes):
     return made("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", **DSA | changes)
 
 
-# a window alone, selected entries, all entries; a window of 8, entries of 4 and of 8 tokens
 V4 = dict(
+    v4_layers.LAYERS,
     vocab_size=128,
     hidden_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
     head_dim=32,
     q_lora_rank=48,
-    partial_rotary_factor=0.25,
-    layer_types=[
-        "sliding_attention",
-        "compressed_sparse_attention",
-        "heavily_compressed_attention",
-    ],
-    mlp_layer_types=["hash_moe", "moe", "moe"],
     sliding_window=8,
-    compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=8),
-    o_groups=2,
-    o_lora_rank=32,
     index_n_heads=16,
-    index_head_dim=32,
     index_topk=3,
-    moe_intermediate_size=32,
     n_routed_experts=4,
     num_experts_per_tok=4,
     max_position_embeddings=512,

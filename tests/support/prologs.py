@@ -12,7 +12,7 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import assert_close_to_float64
+from .accuracy import assert_close_to_float64, every_dtype
 from .calls import CPU
 from .golden import Golden, Layer
 from .samples import sample
@@ -24,6 +24,17 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "row-major": (lambda w: w.contiguous(), "nd"),
     "linear": (lambda w: w.t().contiguous(), "linear"),
 }
+
+
+def every_formula(test: Callable[..., None]) -> Callable[..., None]:
+    """Over dtypes, numbers of tokens, and which numbers of a pair stand together."""
+    for cases in (
+        every_dtype,
+        pytest.mark.parametrize(("B", "S"), [(1, 1), (3, 2), (5, 7)]),
+        pytest.mark.parametrize("interleaved", [True, False]),
+    ):
+        test = cases(test)
+    return test
 
 
 class Tokens:

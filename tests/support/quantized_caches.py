@@ -11,25 +11,12 @@ from torch import Tensor
 import custom
 
 from .quantized_layer import Call, P
+from .samples import IN_LAYER
 
 LENGTHS = [45, 20]
 TABLE = [[3, 1, 5], [7, 2, -1]]
 K = 16
-NAMES = dict(
-    token_x="x",
-    weight_dq="w_dq",
-    weight_uq_qr="w_uq_qr",
-    weight_uk="w_uk",
-    weight_dkv_kr="w_dkv_kr",
-    rmsnorm_gamma_cq="gamma_cq",
-    rmsnorm_gamma_ckv="gamma_ckv",
-    rope_sin="sin",
-    rope_cos="cos",
-    weight_qb="w_idx_qb",
-    weight_k="w_idx_k",
-    weight_proj="w_idx_proj",
-    ln_gamma_k="in_gamma_k",
-    ln_beta_k="in_beta_k",
+NAMES = IN_LAYER | dict(
     dequant_scale_w_qb="dequant_scale_w_idx_qb",
     dequant_scale_w_k="dequant_scale_w_idx_k",
 )

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from custom.dispatch.common import quantized as layouts
 from torch import Tensor
@@ -14,6 +12,7 @@ from . import quantization
 from .golden import Layer
 from .kernels import INTERPRETED
 from .prologs import FORMS
+from .samples import IN_LAYER
 
 MLA, INDEXER = "npu_mla_prolog_pto", "npu_indexer_prolog_pto"
 KINDS = {1: "int8", 2: "int8", 4: "fp8"}
@@ -29,6 +28,11 @@ WEIGHTS = {
         "w_idx_k": ("weight_k", "dequant_scale_w_k", (2, 4)),
         "w_idx_proj": ("weight_proj", None, ()),
     },
+}
+# what is never quantized
+WHOLE = {
+    MLA: ("weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv"),
+    INDEXER: ("ln_gamma_k", "ln_beta_k"),
 }
 SIZES = dict(H=288, Rq=160, N=2, Dn=16, R=512, Dr=64, Ni=16, Di=128)
 B, S, P = 2, 3, 16
@@ -60,7 +64,7 @@ class Call:
                     self.given[op][of_scale] = scale.to(device)
                 self.given[op][argument] = shape(values).to(device)
         # the weights that are multiplied, in float64
-        self.layer = replace(drawn, **stands)
+        self.layer = Layer(**vars(drawn) | stands)
         draw = torch.Generator().manual_seed(3)
         h, rq, dr = (({**SIZES, **sizes})[name] for name in ("H", "Rq", "Dr"))
         new = lambda *shape: torch.randn(*shape, generator=draw).to(self.dtype)  # noqa: E731
@@ -79,6 +83,7 @@ class Call:
             cache_index=self.slots.to(self.device),
             weight_format=self.weight_format,
             weight_quant_mode=self.mode,
+            **{name: self.to(getattr(self.layer, IN_LAYER[name])) for name in WHOLE[op]},
             **self.given[op],
         )
 
@@ -86,23 +91,13 @@ class Call:
         return torch.zeros(4, P, 1, size, dtype=self.dtype, device=self.device)
 
     def mla(self, **change) -> dict:
-        w = self.layer
-        own = dict(
-            weight_uk=self.to(w.w_uk),
-            rmsnorm_gamma_cq=self.to(w.gamma_cq),
-            rmsnorm_gamma_ckv=self.to(w.gamma_ckv),
-            kv_cache=self.cache(w.w_uk.shape[2]),
-            kr_cache=self.cache(self.sin.shape[-1]),
-        )
-        return self.common(MLA) | own | change
+        sizes = dict(kv_cache=self.layer.w_uk.shape[2], kr_cache=self.sin.shape[-1])
+        caches = {name: self.cache(size) for name, size in sizes.items()}
+        return self.common(MLA) | caches | change
 
     def indexer(self, **change) -> dict:
-        w = self.layer
         own = dict(
-            query_norm=self.to(self.norm),
-            ln_gamma_k=self.to(w.in_gamma_k),
-            ln_beta_k=self.to(w.in_beta_k),
-            index_k_cache=self.cache(len(w.in_gamma_k)),
+            query_norm=self.to(self.norm), index_k_cache=self.cache(len(self.layer.in_gamma_k))
         )
         return self.common(INDEXER) | own | change
 

@@ -83,22 +83,34 @@ def _sparse_attention_shared_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     return kept | dict(sparse_indices=m.shuffled(B, S, 1, 16, high=48))
 
 
+# what a prolog calls the arguments of a layer, where the names differ
+IN_LAYER = dict(
+    token_x="x",
+    weight_dq="w_dq",
+    weight_uq_qr="w_uq_qr",
+    weight_uk="w_uk",
+    weight_dkv_kr="w_dkv_kr",
+    rmsnorm_gamma_cq="gamma_cq",
+    rmsnorm_gamma_ckv="gamma_ckv",
+    rope_sin="sin",
+    rope_cos="cos",
+    weight_qb="w_idx_qb",
+    weight_k="w_idx_k",
+    weight_proj="w_idx_proj",
+    ln_gamma_k="in_gamma_k",
+    ln_beta_k="in_beta_k",
+)
+
+
+def _prolog(op: str, layer: Arguments) -> Arguments:
+    """Its arguments without a default, out of a layer's."""
+    given = getattr(torch.ops.custom, op).default._schema.arguments
+    names = [x.name for x in given if not x.has_default_value()]
+    return {name: layer[IN_LAYER.get(name, name)] for name in names}
+
+
 def _mla_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
-    layer = _sparse_attention_pto(m, B, S)
-    return dict(
-        token_x=layer["x"],
-        weight_dq=layer["w_dq"],
-        weight_uq_qr=layer["w_uq_qr"],
-        weight_uk=layer["w_uk"],
-        weight_dkv_kr=layer["w_dkv_kr"],
-        rmsnorm_gamma_cq=layer["gamma_cq"],
-        rmsnorm_gamma_ckv=layer["gamma_ckv"],
-        rope_sin=layer["sin"],
-        rope_cos=layer["cos"],
-        kv_cache=layer["kv_cache"],
-        kr_cache=layer["kr_cache"],
-        cache_index=layer["cache_index"],
-    )
+    return _prolog("npu_mla_prolog_pto", _sparse_attention_pto(m, B, S))
 
 
 def _mla_prolog_v3(m: Maker, B: int = 2, S: int = 2) -> Arguments:
@@ -215,19 +227,7 @@ def _hc_post_pre(m: Maker, B: int = 2, S: int = 2, h: int = H) -> Arguments:
 
 def _indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     layer = _sparse_attention_pto(m, B, S)
-    return dict(
-        token_x=layer["x"],
-        query_norm=m.normal(B, S, RQ),
-        weight_qb=layer["w_idx_qb"],
-        weight_k=layer["w_idx_k"],
-        weight_proj=layer["w_idx_proj"],
-        ln_gamma_k=layer["in_gamma_k"],
-        ln_beta_k=layer["in_beta_k"],
-        rope_sin=layer["sin"],
-        rope_cos=layer["cos"],
-        index_k_cache=layer["index_k_cache"],
-        cache_index=layer["cache_index"],
-    )
+    return _prolog("npu_indexer_prolog_pto", layer | dict(query_norm=m.normal(B, S, RQ)))
 
 
 def _lightning_indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
@@ -262,12 +262,14 @@ def _eight(m: Maker, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return (x / scale).round().to(torch.int8), scale
 
 
-def _lightning_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+def _lightning_indexer(
+    m: Maker, B: int = 2, S: int = 3, heads: int = 4, d: int = DI, keys: int = 21, count: int = 8
+) -> Arguments:
     return dict(
-        query=m.normal(B, S, 4, DI),
-        key=m.normal(B, 21, 1, DI),
-        weights=m.normal(B, S, 4),
-        sparse_count=8,
+        query=m.normal(B, S, heads, d),
+        key=m.normal(B, keys, 1, d),
+        weights=m.normal(B, S, heads),
+        sparse_count=count,
         return_value=True,
     )
 
@@ -288,15 +290,24 @@ def _lightning_indexer_grad(m: Maker, B: int = 2, S: int = 3) -> Arguments:
     )
 
 
-def _sparse_flash_attention(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+def _sparse_flash_attention(
+    m: Maker,
+    B: int = 2,
+    S: int = 3,
+    heads: int = 4,
+    r: int = R,
+    dr: int = DR,
+    keys: int = 21,
+    count: int = 8,
+) -> Arguments:
     return dict(
-        query=m.normal(B, S, 4, R),
-        key=m.normal(B, 21, 1, R),
+        query=m.normal(B, S, heads, r),
+        key=m.normal(B, keys, 1, r),
         value=None,
-        sparse_indices=m.shuffled(B, S, 1, 8, high=21),
+        sparse_indices=m.shuffled(B, S, 1, count, high=keys),
         scale_value=0.2,
-        query_rope=m.normal(B, S, 4, DR),
-        key_rope=m.normal(B, 21, 1, DR),
+        query_rope=m.normal(B, S, heads, dr),
+        key_rope=m.normal(B, keys, 1, dr),
         return_softmax_lse=True,
     )
 
@@ -451,12 +462,14 @@ def _quantize_index_query(m: Maker, B: int = 2, S: int = 3) -> Arguments:
     return dict(q=m.normal(B, S, 4, 128), weights=m.normal(B, S, 4), kind="int8")
 
 
-def _indexer_loss(m: Maker, B: int = 2, S: int = 5) -> Arguments:
+def _indexer_loss(
+    m: Maker, B: int = 2, S: int = 5, heads: int = 4, d: int = DI, keys: int = 9, count: int = 6
+) -> Arguments:
     return dict(
-        query=m.normal(B, 4, S, DI),
-        key=m.normal(B, 9, DI),
-        index_score=m.normal(B, S, 6),
-        indices=m.shuffled(B, S, 6, high=9),
+        query=m.normal(B, heads, S, d),
+        key=m.normal(B, keys, d),
+        index_score=m.normal(B, S, count),
+        indices=m.shuffled(B, S, count, high=keys),
         scaling=0.25,
         chunk_offset=4,
     )
@@ -474,23 +487,15 @@ def _indexer_loss_backward(m: Maker, B: int = 2, S: int = 5) -> Arguments:
 
 
 def _grad_kl_loss(m: Maker, B: int = 2, S: int = 5) -> Arguments:
-    attention = dict(
-        query=m.normal(B, S, 4, R),
-        key=m.normal(B, 9, 1, R),
-        sparse_indices=m.shuffled(B, S, 1, 6, high=9),
-        query_rope=m.normal(B, S, 4, DR),
-        key_rope=m.normal(B, 9, 1, DR),
-    )
-    _, softmax_max, softmax_sum = custom.npu_sparse_flash_attention(
-        value=None, scale_value=0.2, return_softmax_lse=True, **attention
-    )
+    attention = _sparse_flash_attention(m, B, S, keys=9, count=6)
+    _, softmax_max, softmax_sum = custom.npu_sparse_flash_attention(**attention)
+    del attention["value"], attention["return_softmax_lse"]
     return attention | dict(
         query_index=m.normal(B, S, 4, DI),
         key_index=m.normal(B, 9, 1, DI),
         weights=m.normal(B, S, 4),
         softmax_max=softmax_max,
         softmax_sum=softmax_sum,
-        scale_value=0.2,
     )
 
 
@@ -521,21 +526,30 @@ def _fused_infer_attention_score_v2(m: Maker, B: int = 2, S: int = 3) -> Argumen
 
 
 def _fused_attention_backward(m: Maker, B: int = 2, S: int = 7) -> Arguments:
-    forward = _fused_attention(m, B, S)
+    return attention_backward(m, _fused_attention(m, B, S))
+
+
+def attention_backward(m: Maker, forward: Arguments) -> Arguments:
     o, lse = torch.ops.custom.npu_fused_attention(**forward)
     return forward | dict(grad_o=m.normal(*o.shape), o=o, lse=lse)
 
 
+def _of_rule(m: Maker, *tokens: int) -> Arguments:
+    return dict(q=m.normal(*tokens, 2, 16), k=m.normal(*tokens, 2, 16), v=m.normal(*tokens, 4, 8))
+
+
+def _decay(m: Maker, *heads: int) -> Arguments:
+    shapes = dict(A_log=heads[:1], dt_bias=heads)
+    return {name: m.normal(*shape, dtype=torch.float32) for name, shape in shapes.items()}
+
+
 def _delta_rule_update(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     return dict(
-        A_log=m.normal(4, dtype=torch.float32),
         a=m.normal(B, S, 4),
-        dt_bias=m.normal(4, dtype=torch.float32),
+        **_decay(m, 4),
         softplus_beta=1.0,
         softplus_threshold=20.0,
-        q=m.normal(B, S, 2, 16),
-        k=m.normal(B, S, 2, 16),
-        v=m.normal(B, S, 4, 8),
+        **_of_rule(m, B, S),
         b=m.normal(B, S, 4),
         initial_state_source=m.normal(5, 4, 16, 8, dtype=torch.float32),
         initial_state_indices=m.ints(*[3, -1][:B]),
@@ -543,17 +557,19 @@ def _delta_rule_update(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     )
 
 
-def _chunk_gated_delta_rule(m: Maker, B: int = 2, S: int = 70) -> Arguments:
+def _chunk_gated_delta_rule(
+    m: Maker, B: int = 2, S: int = 70, heads: int = 2, dk: int = 16, dv: int = 8
+) -> Arguments:
     lengths = [S, S // 2, 1][:B]
-    T = sum(lengths)
+    T, values = sum(lengths), 2 * heads
     return dict(
-        query=m.normal(T, 2, 16),
-        key=torch.nn.functional.normalize(m.normal(T, 2, 16), dim=-1),
-        value=m.normal(T, 4, 8),
-        beta=m.normal(T, 4).sigmoid(),
-        initial_state=m.normal(B, 4, 8, 16, dtype=torch.float32),
+        query=m.normal(T, heads, dk),
+        key=torch.nn.functional.normalize(m.normal(T, heads, dk), dim=-1),
+        value=m.normal(T, values, dv),
+        beta=m.normal(T, values).sigmoid(),
+        initial_state=m.normal(B, values, dv, dk, dtype=torch.float32),
         actual_seq_lengths=m.ints(*lengths),
-        g=-m.normal(T, 4, dtype=torch.float32).abs(),
+        g=-m.normal(T, values, dtype=torch.float32).abs(),
     )
 
 
@@ -632,17 +648,14 @@ def _chunk_kda(m: Maker, B: int = 2, S: int = 70) -> Arguments:
     bounds = [0, S, S + S // 2, S + S // 2 + 1][: B + 1]
     T = bounds[-1]
     return dict(
-        q=m.normal(1, T, 2, 16),
-        k=m.normal(1, T, 2, 16),
-        v=m.normal(1, T, 4, 8),
+        **_of_rule(m, 1, T),
         g=m.normal(1, T, 4, 16),
         beta=m.normal(1, T, 4).sigmoid(),
         initial_state=m.normal(B, 4, 16, 8, dtype=torch.float32),
         cu_seqlens=m.ints(*bounds),
         use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True,
-        A_log=m.normal(4, dtype=torch.float32),
-        dt_bias=m.normal(4, 16, dtype=torch.float32),
+        **_decay(m, 4, 16),
     )
 
 
@@ -659,8 +672,7 @@ def _gated_delta_layer_decode(m: Maker, B: int = 2, S: int = 1) -> Arguments:
         conv_states=m.normal(5, 3, 96),
         states=m.normal(5, 4, 16, 8, dtype=torch.float32),
         conv_weight=m.normal(4, 96),
-        A_log=m.normal(4, dtype=torch.float32),
-        dt_bias=m.normal(4, dtype=torch.float32),
+        **_decay(m, 4),
         norm_weight=m.normal(8),
         state_indices=m.ints(*[3, -1][:B]),
         conv_bias=m.normal(96),

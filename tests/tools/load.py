@@ -38,21 +38,22 @@ from ..support.layer import CACHES, WEIGHTS, formatted, layer
 
 GROWTH = 64 * 2**20  # bytes of the process: what Python and the driver keep for themselves
 MOMENTS = 10
+DELTA_WEIGHTS = ("conv_weight", "A_log", "dt_bias", "norm_weight")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the layers, of the caches, and how long requests are."""
+    """Of the layers, of the caches, and how long requests are: small ones, by default."""
 
     attention: dict[str, Any]
-    key_heads: int
-    value_heads: int
-    size: int  # of a head of the gated-delta layer
-    page: int
-    columns: int  # pages of a request at most
-    pages: int
-    rows: int
-    kept: int  # positions that a query attends to
+    key_heads: int = 2
+    value_heads: int = 4
+    size: int = 16  # of a head of the gated-delta layer
+    page: int = 16
+    columns: int = 5  # pages of a request at most
+    pages: int = 14
+    rows: int = 4
+    kept: int = 24  # positions that a query attends to
     inputs: int = 997  # different inputs
 
     @property
@@ -60,17 +61,7 @@ class Sizes:
         return self.columns * self.page
 
 
-SMALL = Sizes(
-    dict(h=64, ranks=48, n=4, plain=16, rank=32, rotary=16, index=(16, 32)),
-    2,
-    4,
-    16,
-    page=16,
-    columns=5,
-    pages=14,
-    rows=4,
-    kept=24,
-)
+SMALL = Sizes(dict(h=64, ranks=48, n=4, plain=16, rank=32, rotary=16, index=(16, 32)))
 # a shard of DeepSeek-V3.2's layer, and of Qwen3-Next's
 WIDE = Sizes(
     dict(h=7168, ranks=1536, n=16, plain=128, rank=512, rotary=64, index=(64, 128)),
@@ -130,7 +121,7 @@ class Step(torch.nn.Module):
             conv_weight=normal(4, channels, std=0.5),
             A_log=normal(heads, kind=torch.float32),
             dt_bias=normal(heads, kind=torch.float32),
-            norm=normal(sizes.size),
+            norm_weight=normal(sizes.size),
             # cached rows of prompts, which take the place of a prefill
             **{f"prompt_{c}": normal(sizes.inputs, n) for c, n in zip(CACHES, widths, strict=True)},
             **{
@@ -176,11 +167,8 @@ class Step(torch.nn.Module):
             z=self.gates[index],
             a=self.a[index],
             b=self.b[index],
-            conv_weight=self.conv_weight,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            norm_weight=self.norm,
             state_indices=slots,
+            **{name: getattr(self, name) for name in DELTA_WEIGHTS},
             **pools,
         )
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
-from ..support import quantization
+from ..support import quantization, v4_layers
 
 BASE: dict[str, Any] = dict(
     vocab_size=320,
@@ -108,29 +108,15 @@ KIMI: dict[str, Any] = dict(
         kda_layers=[1, 2, 4],
     ),
 )
-# a window alone, entries of 4 tokens that are selected, and all entries of 8
 V4: dict[str, Any] = dict(
+    v4_layers.LAYERS,
     vocab_size=320,
     hidden_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
     head_dim=64,
     q_lora_rank=64,
-    partial_rotary_factor=0.25,
-    layer_types=[
-        "sliding_attention",
-        "compressed_sparse_attention",
-        "heavily_compressed_attention",
-    ],
-    mlp_layer_types=["hash_moe", "moe", "moe"],
     sliding_window=32,
-    compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=8),
-    o_groups=2,
-    o_lora_rank=32,
     index_n_heads=32,
-    index_head_dim=32,
     index_topk=16,
-    moe_intermediate_size=32,
     n_routed_experts=256,  # vLLM's router for CPUs has these numbers alone
     num_experts_per_tok=6,
     max_position_embeddings=2048,

@@ -12,6 +12,7 @@ import torch
 
 from ..case import Arguments, Case, Inputs, in_rounds
 from ..controls import Control
+from ..pages import shuffled
 
 OP = "npu_block_indexer"
 Make = Callable[[Inputs], Arguments]
@@ -35,12 +36,8 @@ def paged(
     """Pages that no request owns may not be touched."""
 
     def make(x: Inputs) -> Arguments:
-        columns = [-(-n // page) for n in lengths]
-        order = x.permutation(sum(columns) + 2).tolist()
-        key = x.whole(len(order), page, 1, size, low=-3, high=4)
-        table = torch.full((len(lengths), max(columns) + 1), -1)
-        for i, count in enumerate(columns):
-            table[i, :count] = torch.tensor([order.pop() for _ in range(count)])
+        table, order, total = shuffled(x, lengths, page, 2)
+        key = x.whole(total, page, 1, size, low=-3, high=4)
         if absent:
             table[0, 1] = -1
             table[0, 2] = len(key)
@@ -48,7 +45,7 @@ def paged(
         if rising:  # the last key in sight is the best of its block
             query.abs_().add_(1)
             for i, n in enumerate(lengths):
-                for p in range(columns[i] * page if n else 0):
+                for p in range(-(-n // page) * page):
                     number = int(table[i, p // page])
                     if 0 <= number < len(key):
                         key[number, p % page] = p

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import torch
 
+from ..alike import tail_left_alone
 from ..case import Arguments, Case, Inputs
 from ..controls import Control
 
@@ -57,17 +58,17 @@ def beyond(x: Inputs) -> Arguments:
     return arguments | dict(query_start_loc=x.ints(sums, torch.int64))
 
 
+def two_taps(op: str, call: Callable[..., Callable[[Inputs], Arguments]]) -> Case:
+    make = call([9, 1], width=2, weights=torch.float32)
+    return Case(op, "two taps, fp16, float32 weights", make, torch.float16)
+
+
 CASES = (
     Case(OP, "packed", call([5, 1, 0, 40, 2], before=2, behind=3)),
     Case(OP, "packed, 24 sequences of 3 and 2", call([3] * 12 + [2] * 12), cores=(5,)),
     Case(OP, "no history, no bias", call([7, 1, 2], history=False, bias=False)),
     Case(OP, "three taps, no activation", call([9, 1], width=3, activation=None)),
-    Case(
-        OP,
-        "two taps, fp16, float32 weights",
-        call([9, 1], width=2, weights=torch.float32),
-        torch.float16,
-    ),
+    two_taps(OP, call),
     Case(OP, "a batch of wider rows", call([20, 20], packed=False)),
     Case(OP, "a batch, no history, two taps", call([3, 3], packed=False, history=False, width=2)),
     Case(OP, "one long sequence in parts", call([600], 1040), cores=(24,)),
@@ -114,13 +115,7 @@ CONTROLS = (
         "within(bounds + i, most)",
         "sums that fall",
     ),
-    Control(
-        "the tail left alone",
-        KERNEL,
-        "tl.where(alone, start + size, tokens)",
-        "tl.where(alone, tokens, tokens)",
-        "packed",
-    ),
+    tail_left_alone(KERNEL),
     Control(
         "tokens before the first sequence left alone",
         KERNEL,

@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from ..alike import tail_left_alone
 from ..case import Arguments, Case, Inputs
 from ..controls import Control
 from . import causal_conv1d as forward
@@ -37,12 +36,7 @@ CASES = (
     Case(OP, "no history, no bias", call([7, 1, 2], history=False, bias=False, final=False)),
     Case(OP, "three taps, no activation", call([9, 1], width=3, activation=None)),
     Case(OP, "three taps", call([9, 1], width=3)),
-    Case(
-        OP,
-        "two taps, fp16, float32 weights",
-        call([9, 1], width=2, weights=torch.float32),
-        torch.float16,
-    ),
+    forward.two_taps(OP, call),
     Case(OP, "a batch of wider rows", call([20, 20], packed=False)),
     Case(OP, "one long sequence in parts", call([300], 1040), cores=(24,)),
     Case(OP, "520 channels, tokens before and behind", call([3], 520, before=1, behind=1)),
@@ -88,11 +82,5 @@ CONTROLS = (
         "packed",
     ),
     Control("the bias without its last tokens", KERNEL, "s_b += mine", "s_b = mine", "packed"),
-    Control(
-        "the tail left alone",
-        KERNEL,
-        "tl.where(alone, start + size, tokens)",
-        "tl.where(alone, tokens, tokens)",
-        "packed",
-    ),
+    tail_left_alone(KERNEL),
 )

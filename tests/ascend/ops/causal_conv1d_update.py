@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..alike import padding_is_a_slot
 from ..case import Arguments, Case, Inputs
 from ..conditions import far_apart
 from ..controls import Control
@@ -16,6 +17,7 @@ from ..controls import Control
 KERNEL = "causal_conv1d_update"
 OP = f"npu_{KERNEL}"
 SLOTS = 6
+TREE = [[-1, 0, 0, 1, 2, 1], [-1, -1, 1, 2**32, 3, 9]]
 
 
 def call(
@@ -54,12 +56,8 @@ def call(
             arguments["x"] = x.normal(tokens, n, channels).transpose(0, 1)
         if bias:
             arguments["bias"] = x.normal(channels)
-        if slots is not None:
-            arguments["conv_state_indices"] = x.ints(slots)
-        if starts:
-            arguments["query_start_loc"] = x.ints(starts)
-        if accepted:
-            arguments["num_accepted_tokens"] = x.ints(accepted)
+        named = dict(conv_state_indices=slots, query_start_loc=starts, num_accepted_tokens=accepted)
+        arguments |= {name: x.ints(each) for name, each in named.items() if each is not None}
         if keep:
             arguments["intermediate_conv_window"] = x.normal(4, steps, width - 1, channels)
             arguments["intermediate_state_indices"] = x.ints(keep)
@@ -108,15 +106,7 @@ CASES = (
     Case(
         OP,
         "tree",
-        call(
-            [3, 2],
-            6,
-            columns=3,
-            keep=[1, 7],
-            steps=6,
-            disable_state_update=True,
-            parents=[[-1, 0, 0, 1, 2, 1], [-1, -1, 1, 2**32, 3, 9]],
-        ),
+        call([3, 2], 6, columns=3, keep=[1, 7], steps=6, disable_state_update=True, parents=TREE),
     ),
     Case(
         OP,
@@ -169,13 +159,7 @@ CONTROLS = (
         "(slot >= 0) & (slot <= slots)",
         "decode, the slot past the last",
     ),
-    Control(
-        "the padding's slot is one",
-        KERNEL,
-        " & (slot != pad_slot)",
-        "",
-        "a slot that stands for none",
-    ),
+    padding_is_a_slot(KERNEL),
     Control(
         "an absent slot is written",
         KERNEL,

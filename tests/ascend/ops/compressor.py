@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import memory
 from ..case import Arguments, Case, Finding, Inputs, in_float64
 from ..case import judge as judge_all
-from ..conditions import far_apart
+from ..conditions import far_apart, with_
 from ..controls import Control
 from .quantized_prolog import judge_bytes
 
@@ -119,15 +120,16 @@ def call(
 def rows_apart(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
     """Rows of x and of both weights that lie farther apart than they are long, each its own way."""
 
-    def apart(x: Inputs) -> Arguments:
-        arguments = make(x)
-        for name, by in (("x", 16), ("wkv", 32), ("wgate", 48)):
+    def apart(name: str, by: int) -> Callable[[Arguments], Tensor]:
+        def wider(arguments: Arguments) -> Tensor:
             *front, size = arguments[name].shape
-            wide = memory.empty((*front, size + by), x.dtype)
-            arguments[name] = wide[..., by:].copy_(arguments[name])
-        return arguments
+            wide = memory.empty((*front, size + by), arguments[name].dtype)
+            return wide[..., by:].copy_(arguments[name])
 
-    return apart
+        return wider
+
+    gaps = dict(x=16, wkv=32, wgate=48)
+    return with_(make, **{name: apart(name, by) for name, by in gaps.items()})
 
 
 def beyond_the_tables(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
@@ -152,23 +154,20 @@ def beyond_the_tables(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs],
 def a_token_of_zeros(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
     """The channels of the first token are all alike: only epsilon is left to divide by."""
 
-    def zeroed(x: Inputs) -> Arguments:
-        arguments = make(x)
+    def zeroed(arguments: Arguments) -> Tensor:
         arguments["x"][0, 0] = 0.0
-        return arguments
+        return arguments["x"]
 
-    return zeroed
+    return with_(make, x=zeroed)
 
 
 def without_columns(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
     """A table of entries that has no column: they are returned, and stored nowhere."""
 
-    def cut(x: Inputs) -> Arguments:
-        arguments = make(x)
-        rows = len(arguments["cmp_block_table"])
-        return arguments | dict(cmp_block_table=memory.empty((rows, 0), torch.int32))
+    def none(arguments: Arguments) -> Tensor:
+        return memory.empty((len(arguments["cmp_block_table"]), 0), torch.int32)
 
-    return cut
+    return with_(make, cmp_block_table=none)
 
 
 def judge(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:

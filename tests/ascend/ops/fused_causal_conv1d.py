@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import memory
+from ..alike import padding_is_a_slot
 from ..case import Arguments, Case, Inputs
 from ..conditions import far_apart, with_
 from ..controls import Control
@@ -66,6 +67,16 @@ def call(
         return arguments | options
 
     return make
+
+
+def in_blocks(
+    lengths: list[int],
+    computed: list[int],
+    blocks: tuple[list[int], list[int], list[int]],
+    **options: Any,
+) -> Callable[[Inputs], Arguments]:
+    """Blocks of 4 tokens, in a table of slots."""
+    return call(lengths, TABLE, computed=computed, blocks=blocks, block_size=4, **options)
 
 
 def wider(arguments: Arguments) -> torch.Tensor:
@@ -137,29 +148,20 @@ CASES = (
     Case(
         OP,
         "blocks",
-        call(
-            [9, 3, 6],
-            TABLE,
-            columns=3,
-            computed=[3, 0, 5],
-            block_size=4,
-            blocks=([0, 0, 1], [2, 0, 2], [0, 0, 1]),
-        ),
+        in_blocks([9, 3, 6], [3, 0, 5], ([0, 0, 1], [2, 0, 2], [0, 0, 1]), columns=3),
         cores=(24, 2),
     ),
     Case(
         OP,
         "blocks, a batch of wider rows",
         with_(
-            call(
+            in_blocks(
                 [4, 4, 4],
-                TABLE,
-                1200,
+                [3, 0, 5],
+                ([0, 0, 1], [1, 0, 2], [0, 0, 1]),
+                channels=1200,
                 packed=False,
                 columns=3,
-                computed=[3, 0, 5],
-                block_size=4,
-                blocks=([0, 0, 1], [1, 0, 2], [0, 0, 1]),
             ),
             x=wider,
         ),
@@ -167,27 +169,18 @@ CASES = (
     Case(
         OP,
         "blocks, accepted tokens",
-        call(
+        in_blocks(
             [12, 3, 1],
-            TABLE,
+            [4, 5, 11],
+            ([1, 1, 2], [3, 1, 2], [0, 1, 2]),
             columns=5,
-            computed=[4, 5, 11],
-            block_size=4,
             accepted=[1, 2, 3],
-            blocks=([1, 1, 2], [3, 1, 2], [0, 1, 2]),
         ),
     ),
     Case(
         OP,
         "the first block has the state",
-        call(
-            [2, 3, 1],
-            TABLE,
-            columns=5,
-            computed=[7, 7, 3],
-            block_size=4,
-            blocks=([1, 1, 0], [2, 2, 0], [1, 1, 0]),
-        ),
+        in_blocks([2, 3, 1], [7, 7, 3], ([1, 1, 0], [2, 2, 0], [1, 1, 0]), columns=5),
     ),
     Case(
         OP,
@@ -229,13 +222,7 @@ CONTROLS = (
         "(slot >= 0) & (slot <= slots)",
         "four taps, slots that are not there",
     ),
-    Control(
-        "the padding's slot is one",
-        KERNEL,
-        " & (slot != pad_slot)",
-        "",
-        "a slot that stands for none",
-    ),
+    padding_is_a_slot(KERNEL),
     Control(
         "one accepted token more",
         KERNEL,

@@ -12,6 +12,7 @@ import torch
 
 from ..case import Arguments, Case, Inputs, in_rounds
 from ..controls import Control
+from ..pages import shuffled
 
 OP = "npu_sparse_attention_score"
 Make = Callable[[Inputs], Arguments]
@@ -33,12 +34,8 @@ def paged(
     """Keys and values are planes of one cache; pages that no request owns may not be touched."""
 
     def make(x: Inputs) -> Arguments:
-        columns = [-(-n // page) for n in lengths]
-        order = x.permutation(sum(columns) + 2).tolist()
-        cache = x.normal(len(order), 2, page, shared, size)
-        table = torch.full((len(lengths), max(columns) + 1), -1)
-        for i, count in enumerate(columns):
-            table[i, :count] = torch.tensor([order.pop() for _ in range(count)])
+        table, order, total = shuffled(x, lengths, page, 2)
+        cache = x.normal(total, 2, page, shared, size)
         x.forbid(cache, order)
         index = []
         for _ in range(shared if own else 1):

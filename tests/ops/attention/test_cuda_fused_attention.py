@@ -22,21 +22,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...support.accuracy import assert_close_to_float64
+from ...support.dense import Sizes
 from ...support.kernels import DEVICE, INTERPRETED, ON_GPU, capturing, gpu, kernels
 
 DTYPES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16,)
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Sizes):
     """One call; with `ends_q` and `ends_k` packed, and then N counts all tokens."""
 
-    B: int
-    H: int
-    Hk: int
-    Nq: int
-    Nk: int
-    D: int
     V: int
     causal: bool = True
     window: int | None = None

@@ -19,18 +19,13 @@ import custom
 
 from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
 from ...support.calls import assert_refuses, by_change, runs_once
+from ...support.dense import Sizes
 
 OP = "npu_fused_attention"
 
 
 @dataclass(frozen=True)
-class Case:
-    B: int
-    H: int
-    Hk: int
-    Nq: int
-    Nk: int
-    D: int
+class Case(Sizes):
     Dv: int
     causal: bool = False
     window: int | None = None

@@ -23,6 +23,11 @@ OP = "npu_fused_infer_attention_score_v2"
 MODES = [(0, None), (3, None), (4, 0), (4, 5), (4, 30)]
 
 
+def over(cache: Tensor) -> dict:
+    """4 heads over one cache of latents."""
+    return dict(key=cache, value=cache, num_query_heads=4, num_key_value_heads=1)
+
+
 def check(problem, backend, device, dtype, layout="BSND", mode=3, window=None, **changed):
     problem.rounded_to(dtype)
     arguments = problem.arguments(layout, device, dtype, mode, window) | changed
@@ -191,12 +196,9 @@ def test_pages_of_any_size(device, backend, page, width):
         OP,
         backend,
         query=query,
-        key=cache,
-        value=cache,
+        **over(cache),
         actual_seq_kvlen=ints(used, device),
         block_table=ints(table, device),
-        num_query_heads=4,
-        num_key_value_heads=1,
         softmax_scale=SCALE,
         input_layout="BSND",
         sparse_mode=3,
@@ -240,10 +242,7 @@ def test_pages_that_are_not_there_are_absent(device, backend):
     cache = torch.randn(3, PAGE, 1, D).to(device, torch.float16)
     given = dict(
         query=torch.randn(1, 1, 4, D).to(device, torch.float16),
-        key=cache,
-        value=cache,
-        num_query_heads=4,
-        num_key_value_heads=1,
+        **over(cache),
         input_layout="BSND",
         return_softmax_lse=True,
     )
@@ -327,11 +326,8 @@ def test_sums_may_fall(device, backend):
     cache = torch.randn(6, PAGE, 1, D).to(device, torch.float16)
     given = dict(
         query=torch.randn(6, 4, D).to(device, torch.float16),
-        key=cache,
-        value=cache,
+        **over(cache),
         block_table=ints([[0, 1], [2, 3], [4, 5]], device),
-        num_query_heads=4,
-        num_key_value_heads=1,
         input_layout="TND",
         sparse_mode=3,
         return_softmax_lse=True,
@@ -348,9 +344,7 @@ def test_sums_may_fall(device, backend):
 
 def test_nothing_at_all(device, backend):
     cache = torch.full((2, PAGE, 1, D), torch.nan, device=device, dtype=torch.float16)
-    common = dict(
-        key=cache, value=cache, num_query_heads=4, num_key_value_heads=1, return_softmax_lse=True
-    )
+    common = over(cache) | dict(return_softmax_lse=True)
     query = torch.full((3, 4, D), torch.nan, device=device, dtype=torch.float16)
     none = ints([], device)
     for requests, of in ((0, none), (2, ints([0, 0], device)), (1, ints([3], device))):
@@ -391,15 +385,11 @@ def test_rows_in_blocks_equal_one_block(monkeypatch):
 
 
 def valid() -> dict:
-    cache = torch.zeros(5, 16, 1, 32)
     return dict(
         query=torch.zeros(2, 3, 4, 32),
-        key=cache,
-        value=cache,
+        **over(torch.zeros(5, 16, 1, 32)),
         actual_seq_kvlen=[9, 20],
         block_table=torch.tensor([[0, 1], [4, 2]]),
-        num_query_heads=4,
-        num_key_value_heads=1,
         input_layout="BSND",
         sparse_mode=3,
     )

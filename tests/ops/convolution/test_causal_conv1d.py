@@ -37,14 +37,7 @@ CASES = [
 ]
 
 
-def by_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_states: Tensor | None,
-    query_start_loc: Tensor | None,
-    activation: str | None,
-) -> tuple[Tensor, Tensor]:
+def by_conv1d(x, weight, bias, initial_states, query_start_loc, activation):
     """torch's convolution, sequence by sequence."""
     taps, size = weight.shape[0], x.shape[-1]
     if query_start_loc is None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from ...support.calls import assert_refuses, runs_once
 from ...support.convolution import POOL, TABLE, Pooled, skip_unless_taken
 
 OP = "npu_fused_causal_conv1d"
+in_blocks = partial(Pooled, slots=TABLE, options=(("block_size", 4),))
 CASES = [
     Pooled(),
     Pooled(slots=None, L=2, bias=True, options=(("activation", "silu"),)),
@@ -46,40 +48,23 @@ CASES = [
         options=(("conv_mode", "pangu"), ("residual_connection", 1)),
     ),
     Pooled(options=(("residual_connection", 1), ("activation", "silu"), ("run_mode", 1))),
-    Pooled(
-        lengths=(9, 3, 6),
-        slots=TABLE,
-        computed=(3, 0, 5),
-        L=3,
-        blocks=((0, 0, 1), (2, 0, 2), (0, 0, 1)),
-        options=(("block_size", 4),),
-    ),
-    Pooled(
-        lengths=(12, 3, 1),
-        slots=TABLE,
+    in_blocks((9, 3, 6), computed=(3, 0, 5), L=3, blocks=((0, 0, 1), (2, 0, 2), (0, 0, 1))),
+    in_blocks(
+        (12, 3, 1),
         computed=(4, 5, 11),
         L=5,
         accepted=(1, 2, 3),
         blocks=((1, 1, 2), (3, 1, 2), (0, 1, 2)),
-        options=(("block_size", 4),),
     ),
     # the first block has the state to start from
-    Pooled(
-        lengths=(2, 3, 1),
-        slots=TABLE,
-        computed=(7, 7, 3),
-        L=5,
-        blocks=((1, 1, 0), (2, 2, 0), (1, 1, 0)),
-        options=(("block_size", 4),),
-    ),
+    in_blocks((2, 3, 1), computed=(7, 7, 3), L=5, blocks=((1, 1, 0), (2, 2, 0), (1, 1, 0))),
     # a block of the table that is not there, and blocks beyond it
-    Pooled(
-        lengths=(9, 4),
+    in_blocks(
+        (9, 4),
         slots=((4, -1, 2), (1, 6, 11)),
         computed=(3, 10),
         turned=True,
         blocks=((0, 2), (2, 3), (0, -1)),
-        options=(("block_size", 4),),
     ),
     # rows of no blocks
     Pooled(lengths=(3, 2), slots=((), ()), computed=(0, 1), blocks=((0, 0), (0, 0), (0, 0))),

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import custom
 
-from ...support.calls import assert_refuses, by_change
-from ...support.chunked import Chunked
+from ...support.calls import by_change
+from ...support.chunked import Chunked, each
 from ...support.kda import BOUNDED, EXTREMES, GIVEN, ODD_BOUNDS, PLAIN, SOFTPLUS, Case, keys_alike
 
 OP = "npu_chunk_kda"
@@ -46,8 +46,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each(CASES)
 def test_equals_the_recurrence(case, dtype, device, backend):
     RULE.assert_equals_the_recurrence(case, case.arguments(), dtype, device, backend)
 
@@ -272,6 +271,4 @@ def test_prompt_then_decode(gate, layout, device, backend):
     ids=by_change,
 )
 def test_errors(change, error, sentence):
-    case = Case((9,))
-    good = case.moved(case.arguments(), torch.float32, "cpu")
-    assert_refuses(OP, good | change, error, sentence)
+    RULE.assert_refuses(Case((9,)), change, error, sentence)

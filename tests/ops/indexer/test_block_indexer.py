@@ -10,7 +10,7 @@ import torch
 
 from ...support import interpreted
 from ...support.accuracy import every_dtype, skip_unless_taken
-from ...support.calls import assert_refuses
+from ...support.calls import assert_refuses, refused
 from ...support.chosen_blocks import WIDE, Problem
 from ...support.ragged import BEYOND, ints, run
 from ...support.samples import sample
@@ -164,10 +164,8 @@ def test_lengths_end_with_the_tensors(device, backend):
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        (dict(block_size=0), "`block_size` is 0, expected at least 1"),
-        (dict(top_k=0), "`top_k` is 0, expected at least 1"),
-        (dict(init_blocks=-1), "`init_blocks` is -1, expected at least 0"),
-        (dict(local_blocks=-1), "`local_blocks` is -1, expected at least 0"),
+        *refused(block_size=(0, "at least 1"), top_k=(0, "at least 1")),
+        *refused(init_blocks=(-1, "at least 0"), local_blocks=(-1, "at least 0")),
         (dict(init_blocks=3), "are 3 and 1, expected at most `top_k` = 3 together"),
         (dict(actual_seq_lengths=torch.tensor([3, 6])), "adds up to 9, expected at most T=6"),
         (dict(key=torch.zeros(8, 16, 2, 32)), r"`key` has shape \[8, 16, 2, 32\]"),

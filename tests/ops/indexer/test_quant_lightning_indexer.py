@@ -26,15 +26,8 @@ def test_packed_requests(kind, mode, heads, device, backend):
 
 @pytest.mark.parametrize(
     "kind, page, between",
-    [
-        ("fp8", 16, 0),
-        ("fp8", 64, 0),
-        ("fp8", 64, 132),
-        ("fp8", 48, 4),
-        ("fp8", 1024, 0),
-        ("int8", 16, 0),
-        ("int8", 128, 0),
-    ],
+    [("fp8", *pages) for pages in ((16, 0), (64, 0), (64, 132), (48, 4), (1024, 0))]
+    + [("int8", page, 0) for page in (16, 128)],
 )
 def test_pages(kind, page, between, device, backend):
     """What lies behind a request's last key, and between pages, is NaN."""

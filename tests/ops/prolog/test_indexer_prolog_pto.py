@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ...support.accuracy import every_dtype, skip_unless_taken
-from ...support.prologs import FORMS, Tokens, check_caches, check_outputs, refuse
+from ...support.accuracy import skip_unless_taken
+from ...support.prologs import FORMS, Tokens, check_caches, check_outputs, every_formula, refuse
 from ...support.ragged import run
 
 OP = "npu_indexer_prolog_pto"
@@ -48,9 +48,7 @@ def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
     check_caches(tokens, "index_k_cache", cache, before, plain[2], exact[2])
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize(("B", "S"), [(1, 1), (3, 2), (5, 7)])
-@every_dtype
+@every_formula
 def test_formulas(device, backend, dtype, B, S, interleaved):
     check(device, backend, dtype, B, S, interleaved)
 

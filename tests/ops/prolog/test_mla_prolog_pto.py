@@ -11,7 +11,7 @@ import custom
 
 from ...support.accuracy import every_dtype, skip_unless_taken
 from ...support.calls import CPU
-from ...support.prologs import FORMS, Tokens, check_caches, check_outputs, refuse
+from ...support.prologs import FORMS, Tokens, check_caches, check_outputs, every_formula, refuse
 from ...support.ragged import run
 from ...support.samples import sample
 
@@ -61,9 +61,7 @@ def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", latent=True,
         check_caches(tokens, name, caches[name], before[name], plain[3 + i], exact[3 + i])
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize(("B", "S"), [(1, 1), (3, 2), (5, 7)])
-@every_dtype
+@every_formula
 def test_formulas(device, backend, dtype, B, S, interleaved):
     check(device, backend, dtype, B, S, interleaved)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import custom
 
 from ...support import interpreted
-from ...support.calls import runs_once
+from ...support.calls import refused, runs_once
 from ...support.kernels import INTERPRETED, ON_GPU
 from ...support.ragged import limits, moved
 
@@ -388,11 +388,13 @@ def test_slots_as_flash_mla_names_them(sink, typed, device):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(key_quant_mode=1), "`key_quant_mode` is 1, expected 2"),
-        (dict(value_quant_mode=3), "`value_quant_mode` is 3, expected 2"),
-        (dict(quant_scale_repo_mode=0), "`quant_scale_repo_mode` is 0, expected 1"),
-        (dict(tile_size=64), "`tile_size` is 64, expected 128"),
-        (dict(rope_head_dim=32), "`rope_head_dim` is 32, expected 64 or 0"),
+        *refused(
+            key_quant_mode=(1, 2),
+            value_quant_mode=(3, 2),
+            quant_scale_repo_mode=(0, 1),
+            tile_size=(64, 128),
+            rope_head_dim=(32, "64 or 0"),
+        ),
         (dict(rope_head_dim=0), r"`query` has shape .*576\], expected .*512"),
         (dict(key_dequant_scale=torch.zeros(1)), "`key_dequant_scale` is given, expected None"),
         (dict(key_dtype=None), "`key` is uint8 and `key_dtype` is None"),

@@ -15,7 +15,7 @@ import custom
 from ...support import interpreted
 from ...support.accuracy import assert_close_to_float64, every_dtype, skip_unless_taken
 from ...support.blocks import WIDE, Problem
-from ...support.calls import assert_refuses
+from ...support.calls import assert_refuses, refused
 from ...support.kernels import gpu
 from ...support.ragged import BEYOND, assert_two_keys, ints, run, two_keys
 from ...support.samples import sample
@@ -198,10 +198,8 @@ def test_lengths_end_with_the_tensors(device, backend):
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        (dict(top_k=5), "`top_k` is 5, expected 3"),
-        (dict(num_key_value_heads=1), "`num_key_value_heads` is 1, expected 2"),
-        (dict(inner_precise=1), "`inner_precise` is 1, expected one of 0, 4"),
-        (dict(block_size=0), "`block_size` is 0, expected at least 1"),
+        *refused(top_k=(5, 3), num_key_value_heads=(1, 2)),
+        *refused(inner_precise=(1, "one of 0, 4"), block_size=(0, "at least 1")),
         (dict(actual_seq_lengths=None), "`actual_seq_lengths` is missing"),
         (dict(actual_seq_lengths_kv=None), "`actual_seq_lengths_kv` is missing"),
         (dict(q_dequant_scale=torch.ones(1)), "`q_dequant_scale` is given, expected None"),
