@@ -91,8 +91,8 @@ CONTROLS = (
     Control(
         "the tail left alone",
         KERNEL,
-        "tl.where(alone, start + size, tokens)",
-        "tl.where(alone, tokens, tokens)",
+        "tl.where(alone, start + size, of.tokens)",
+        "tl.where(alone, of.tokens, of.tokens)",
         "packed",
     ),
 )
