@@ -72,7 +72,6 @@ _FIRST = "a tile's first panel is there, and where all are whole another lies be
 _LENGTH = (("-> _length(n, lengths, ", _SUMMED),)
 _COPIED = "a piece of rows more is copied, which nobody reads"
 _PIECE = (("piece <= (end + KEY_TILE", _COPIED),)
-_UNPAGED = "no keys of a gradient lie in pages"
 _NOTHING = "a row that saw nothing has no slot, and no key counts it"
 _ABSENT_HEAD = "what a head that is not there has loaded is not used"
 _WRITTEN_NEXT = "what lies there without one is written next"
@@ -98,19 +97,16 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("head_tile, tiles, runs * RUN, RUN)", "each run has sums of its own, whichever core's"),
     ),
     "blocks_in_place.note": (
-        ("of_request, start, request, limit", "the keys lie in pages, which neither finds"),
+        ("table, start, request, limit", "the keys lie in pages, which neither finds"),
     ),
     "causal_conv1d.convolve": (
-        ("-> part_of(n, starts, ", _ADDRESS),
         ("W > 2 -> W >= 2$", _TAPS),
         ("W > 2 -> W >= 2 (3)", _TAPS),
         ("W > 3 -> W >= 3$", _TAPS),
     ),
     "causal_conv1d.row": (("position <= 0 (2)", _EMPTY),),
-    "causal_conv1d.part_of": (("-> left(n, starts, ", _ADDRESS),),
-    "causal_conv1d.finish": (("-> left(n, starts, ", _ADDRESS),),
+    "causal_conv1d.piece_of": (("-> left(n, starts, ", _ADDRESS),),
     "causal_conv1d_grad.walk": (
-        ("-> part_of(n, starts, ", _ADDRESS),
         ("W > 2 -> W >= 2$", _TAPS),
         ("W > 3 -> W >= 3$", _TAPS),
         ("W > 2 -> W >= 2 (5)", _TAPS),
@@ -118,7 +114,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("begin <= stop$", "a part without a token begins at the end"),
         ("begin <= stop (2)", "a part without a token stores no gradient of one"),
         (
-            "W - 4, ended, d, f_column, count)",
+            "W - 4, ended, d, f_stride.column, count)",
             "column 0 lies at 0 whatever the stride; lanes past the channels are not stored",
         ),
     ),
@@ -154,7 +150,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> space(key_size, value_size)", _NUMBERS),
         ("k, qk, kk, kk, qk, ", _NO_CROSSES),
         ("lengths, qk, kk, kk, qk, ", _NO_CROSSES),
-        _KIND,
     ),
     "chunk_gated_delta_rule_grad.places": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_grads": _LENGTH,
@@ -238,12 +233,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("WINDOW, KEY_TILE, Q_TILE)", "the only tile is square"),
     ),
     "fused_causal_conv1d.fill": (
-        ("-> left(n, starts, ", _ADDRESS),
         ("boundary > 0", "a block that begins with the tokens ends behind their first"),
         ("size >= 0", "without a token the block ends before the first one"),
     ),
     "fused_causal_conv1d.push": (
-        ("-> left(n, starts, ", _ADDRESS),
         ("counted + size > L", "a row that is full and no longer stays where it is"),
     ),
     "fused_causal_conv1d.forward": (
@@ -284,7 +277,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("m <= COUNT (2)", _ZEROS),
     ),
     "hc_pre.gates": (
-        ("COUNT > 4 -> COUNT >= 4$", "a head has no rows of post, which another scale is for"),
+        ("C.COUNT > 4 -> C.COUNT >= 4$", "a head has no rows of post, which another scale is for"),
     ),
     "indexer_loss.distributions": (("total_e >= 0", "of a row without a slot nothing is taken"),),
     "indexer_loss.log_sums": (("total >= 0", "a row without a slot has no share"),),
@@ -407,9 +400,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("_turn_heads(to_query, query, ", "both are one tensor"),
         ("_turn_heads(to_index, index, ", "both are one tensor"),
     ),
-    "sparse_attention_score._attended": (
-        ("-> block >= 1", "a block of one key is a block as well"),
-    ),
     "sparse_attn_sharedkv.accumulate": (
         ("total >= 0 (2)", "the logarithm of a sum of 0 is not taken"),
     ),
@@ -419,14 +409,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "sparse_flash_attention._pages": (
         ("at <= PIECE", "the entry behind the piece is found again, as the next one's first"),
     ),
-    "sparse_flash_attention.attended": (("heads, ROTARY, size)", _NAMED),),
+    "sparse_flash_attention.in_passes": (("heads, ROTARY, size)", _NAMED),),
     "sparse_flash_attention.few_tokens": (("heads, rotary, size)", _NAMED),),
     "sparse_flash_attention.gather": _PIECE,
     "sparse_flash_attention.collect": (("i <= (end + C.SPAN", _COPIED),),
-    "sparse_flash_attention.resolve": (
-        ("start, pages, limit, page,", _UNPAGED),
-        ("limit, page, pages, page_rows", _UNPAGED),
-    ),
     "sparse_flash_attention.unsupported": (("rotary, latent)", _SUMMED),),
     "sparse_flash_attention_grad._by_position": (
         ("rows >= ragged.LONGEST // block", "a position so far is behind every key"),
