@@ -11,9 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
 from ...dispatch.common.hyper_connections import outputs
+from ...dispatch.ops.deepseek_v4.hc_post_pre import Arguments
 from . import hc_post
 from .hc_pre import gated, products
 
@@ -22,37 +24,12 @@ def unsupported(residual: Tensor, **_: Any) -> str | None:
     return hc_post.unsupported(residual)
 
 
-def forward(
-    x: Tensor,
-    residual: Tensor,
-    post: Tensor,
-    comb: Tensor,
-    hc_fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    hc_sinkhorn_iters: int,
-    norm_eps: float,
-    hc_eps: float,
-    norm_weight: Tensor | None,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    residual, hc_fn = a["residual"], a["hc_fn"]
     streams = memory.empty(residual.shape, residual.dtype, residual.device)
-    y, next_post, next_comb = outputs(residual, hc_fn)
+    gates = outputs(residual, hc_fn)
     if residual.numel():
         made = streams.flatten(0, -3)
-        partial = products(residual.flatten(0, -3), hc_fn, (x, post, comb, made))
-        gated(
-            made,
-            partial,
-            hc_fn,
-            hc_scale,
-            hc_base,
-            hc_sinkhorn_iters,
-            norm_eps,
-            hc_eps,
-            norm_weight,
-            y,
-            next_post,
-            next_comb,
-        )
-    return streams, y, next_post, next_comb
+        behind = (a["x"], a["post"], a["comb"], made)
+        gated(made, products(residual.flatten(0, -3), hc_fn, behind), a, gates)
+    return streams, *gates
