@@ -10,13 +10,15 @@ slot outside the pools makes empty copies, in and out.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.delta_rule.gated_delta_layer_decode import Arguments
 from ..common import cores, tune, tuples
 from ..common.front_end import extract_slice, insert_slice
 from ..convolution.causal_conv1d import sigmoid
@@ -195,35 +197,14 @@ def advance(
         tl.store(out + (n * C.HEADS + h) * C.KEY + place, normed.to(out.dtype.element_ty))
 
 
-def forward(
-    mixed_qkv: Tensor,
-    z: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv_states: Tensor,
-    states: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    state_indices: Tensor,
-    conv_bias: Tensor | None,
-    scale: float | None,
-    epsilon: float,
-    state_layout: str,
-    gate_activation: str,
-    softplus_beta: float,
-    softplus_threshold: float,
-    disable_state_update: bool,
-    lower_bound: float | None,
-    allow_neg_eigval: bool,
-    **_: Any,
-) -> Tensor:
+def forward(**x: Unpack[Arguments]) -> Tensor:
+    z, b, scale, lower_bound = x["z"], x["b"], x["scale"], x["lower_bound"]
+    conv_states, conv_weight, states = x["conv_states"], x["conv_weight"], x["states"]
     B, T, H, K = z.shape
     out = memory.empty(z.shape, z.dtype, z.device)
     if out.numel() == 0:
         return out
-    a = a.view(B, T, H, K)
+    a = x["a"].view(B, T, H, K)
     fitting = [
         config
         for config in tune.TABLE[_KERNEL]
@@ -231,27 +212,27 @@ def forward(
     ]
     config = tune.choose(_KERNEL, fitting, K)
     advance[(min(B * H, cores.vector()),)](
-        mixed_qkv,
+        x["mixed_qkv"],
         conv_states,
         conv_weight.contiguous(),
-        conv_bias,
-        state_indices,
+        x["conv_bias"],
+        x["state_indices"],
         states,
         a,
         b,
-        A_log,
-        dt_bias,
+        x["A_log"],
+        x["dt_bias"],
         z,
-        norm_weight,
+        x["norm_weight"],
         out,
-        softplus_beta,
-        softplus_threshold,
+        x["softplus_beta"],
+        x["softplus_threshold"],
         0.0 if lower_bound is None else lower_bound,
         K**-0.5 if scale is None else scale,
-        epsilon,
+        x["epsilon"],
         B,
         states.shape[0],
-        mixed_qkv.stride(0),
+        x["mixed_qkv"].stride(0),
         *conv_states.stride()[:2],
         states.stride(0),
         a.stride(0),
@@ -263,11 +244,11 @@ def forward(
         KEY=K,
         W=conv_weight.shape[0],
         L=conv_states.shape[1],
-        VALUE_FIRST=state_layout == "vk",
+        VALUE_FIRST=x["state_layout"] == "vk",
         BOUNDED=lower_bound is not None,
-        NEG=allow_neg_eigval,
-        SILU=gate_activation != "sigmoid",
-        STORE=not disable_state_update,
+        NEG=x["allow_neg_eigval"],
+        SILU=x["gate_activation"] != "sigmoid",
+        STORE=not x["disable_state_update"],
         **config.keywords,
     )
     return out

@@ -287,7 +287,7 @@ CONTROLS = (
     Control(
         "the states of a step that keeps them",
         "kda_layer_decode",
-        "STORE=not disable_state_update",
+        'STORE=not x["disable_state_update"]',
         "STORE=True",
         "KDA, states as they were",
     ),
