@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...dispatch.common import memory
 from ..common import cores, tune, tuples
+from ..common.cores import tiled
 from . import fused_attention
 from .fused_attention import FARTHEST, Strides, config, in_turn, keys_of, piece_of, strides
 
@@ -52,9 +53,8 @@ def row_sums(
     ROWS: tl.constexpr,
 ):
     """A row that sees nothing gets the sum inf, so that its P is 0."""
-    i = tl.arange(0, ROWS)
+    i, tiles = tiled(tokens, ROWS)
     e = tl.arange(0, VALUE_DIM)
-    tiles = (tokens + ROWS - 1) // ROWS
     for work in range(tl.program_id(0), batches * heads * tiles, tl.num_programs(0)):
         of_head = work // tiles
         batch = (of_head // heads).to(tl.int64)
@@ -131,8 +131,7 @@ def grad_keys(
     d = tl.arange(0, DIM)
     e = tl.arange(0, VALUE_DIM)
     group = heads // key_heads
-    turn = tl.program_id(0)
-    turns = tl.num_programs(0)
+    turn, turns = tl.program_id(0), tl.num_programs(0)
     end_q = 0
     end_k = 0
     for n in range(0, sequences + 2 * VARLEN):
@@ -281,8 +280,7 @@ def grad_query(
     j = tl.arange(0, KEY_TILE)
     d = tl.arange(0, DIM)
     e = tl.arange(0, VALUE_DIM)
-    turn = tl.program_id(0)
-    turns = tl.num_programs(0)
+    turn, turns = tl.program_id(0), tl.num_programs(0)
     end_q = 0
     end_k = 0
     for n in range(0, sequences + 2 * VARLEN):

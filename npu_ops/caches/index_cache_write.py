@@ -7,45 +7,57 @@ A slot that is negative or past the cache makes an empty copy: the mask is a bou
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common import cores, entry, quantize, ragged, tiling, tune
+from ..common import cores, quantize, ragged, tiling, tune, tuples
 
 
-@entry.jit(do_not_specialize=["rows", "page", "total", "k_row", "values_page", "scales_page"])
+class Slots(NamedTuple):
+    page: int  # of one
+    total: int  # of the cache
+
+
+class Strides(NamedTuple):
+    k: int
+    values: int  # from page to page
+    scales: int
+
+
+@triton.jit
+def placed(slots, row, page, total):
+    """(whether a row has a slot, its page, its place in it)."""
+    slot = tl.load(slots + row)
+    there = (slot >= 0) & (slot < total)
+    slot = tl.where(there, slot, 0)
+    return there, (slot // page).to(tl.int64), slot % page
+
+
+@tuples.jit(["rows"])
 def write(
     k,
     values,
     scales,
     slots,
     rows,
-    page,
-    total,
-    k_row,
-    values_page,
-    scales_page,
+    of: Slots,
+    stride: Strides,
     SIZE: tl.constexpr,
 ):
     d = tl.arange(0, SIZE)
     one = tl.arange(0, 1)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        slot = tl.load(slots + row)
-        there = (slot >= 0) & (slot < total)
-        of_values = tl.where(there, SIZE, 0)
-        of_scale = tl.where(there, 1, 0)
-        slot = tl.where(there, slot, 0)
-        outer = (slot // page).to(tl.int64)
-        inner = slot % page
-        x = tl.load(k + row.to(tl.int64) * k_row + d).to(tl.float32)
+        there, outer, inner = placed(slots, row, *of)
+        x = tl.load(k + row.to(tl.int64) * stride.k + d).to(tl.float32)
         x, scale = quantize.of_floats(x[None], 1.0)
-        to = values + outer * values_page + inner * SIZE + d[None]
-        tl.store(to, x, mask=(d < of_values)[None])
+        to = values + outer * stride.values + inner * SIZE + d[None]
+        tl.store(to, x, mask=(d < tl.where(there, SIZE, 0))[None])
         scale = tl.minimum(scale, 65504.0) if scales.dtype.element_ty == tl.float16 else scale
-        to = scales + outer * scales_page + inner + one
-        tl.store(to, scale.to(scales.dtype.element_ty), mask=one < of_scale)
+        to = scales + outer * stride.scales + inner + one
+        tl.store(to, scale.to(scales.dtype.element_ty), mask=one < tl.where(there, 1, 0))
 
 
 def unsupported(k: Tensor, kind: str, index_hadamard: bool, **_: Any) -> str | None:

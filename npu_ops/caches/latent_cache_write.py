@@ -8,7 +8,7 @@ A slot that is negative or past the cache makes empty copies: the mask is a boun
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -17,30 +17,36 @@ from typing_extensions import Unpack
 
 from ...dispatch.common import quantized
 from ...dispatch.ops.caches.latent_cache_write import Arguments
-from ..common import cores, entry, quantize, ragged, tiling, tune
+from ..common import cores, quantize, ragged, tiling, tune, tuples
+from .index_cache_write import Slots, placed
 
 
-@entry.jit(
-    do_not_specialize=[
-        "rows", "page", "total", "ckv_row", "rope_row", "values_page", "rope_page", "scales_page",
-    ]
-)  # fmt: skip
+class Parts(NamedTuple):
+    """Of the rows in the cache."""
+
+    values: Tensor
+    rope: Tensor
+    scales: Tensor
+
+
+class Strides(NamedTuple):
+    ckv: int
+    rope: int
+    values_page: int
+    rope_page: int
+    scales_page: int
+
+
+@tuples.jit(["rows"])
 def write(
     ckv,
     k_rope,
-    values,
-    rope,
-    scales,
+    to: Parts,
     slots,
     alpha,
     rows,
-    page,
-    total,
-    ckv_row,
-    rope_row,
-    values_page,
-    rope_page,
-    scales_page,
+    of: Slots,
+    stride: Strides,
     ROW: tl.constexpr,
     TILES: tl.constexpr,
     SIZE: tl.constexpr,
@@ -54,23 +60,19 @@ def write(
     if ALPHA:
         fits = tl.load(alpha)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        slot = tl.load(slots + row)
-        there = (slot >= 0) & (slot < total)
+        there, outer, inner = placed(slots, row, *of)
         of_tiles = tl.where(there, TILES, 0)
-        of_rope = tl.where(there, ROTARY, 0)
-        slot = tl.where(there, slot, 0)
-        outer = (slot // page).to(tl.int64)
-        inner = slot % page
-        x = tl.load(ckv + row.to(tl.int64) * ckv_row + d).to(tl.float32)
+        x = tl.load(ckv + row.to(tl.int64) * stride.ckv + d).to(tl.float32)
         x, scale = quantize.of_floats(x, fits)
-        to = values + outer * values_page + inner * ROW + d
-        tl.store(to, x, mask=(t < of_tiles)[:, None])
-        to = scales + outer * scales_page + inner * (ROW // 4) + t
-        tl.store(to, scale, mask=t < of_tiles)
+        of_row = to.values + outer * stride.values_page + inner * ROW
+        tl.store(of_row + d, x, mask=(t < of_tiles)[:, None])
+        of_row = to.scales + outer * stride.scales_page + inner * (ROW // 4)
+        tl.store(of_row + t, scale, mask=t < of_tiles)
         if ROTARY > 0:
             r = tl.arange(0, ROTARY)
-            turned = tl.load(k_rope + row.to(tl.int64) * rope_row + r)
-            tl.store(rope + outer * rope_page + inner * (ROW // 2) + r, turned, mask=r < of_rope)
+            turned = tl.load(k_rope + row.to(tl.int64) * stride.rope + r)
+            of_row = to.rope + outer * stride.rope_page + inner * (ROW // 2)
+            tl.store(of_row + r, turned, mask=r < tl.where(there, ROTARY, 0))
 
 
 def unsupported(ckv: Tensor, kind: str, row_layout: str, **_: Any) -> str | None:
@@ -80,31 +82,27 @@ def unsupported(ckv: Tensor, kind: str, row_layout: str, **_: Any) -> str | None
 
 
 def forward(**x: Unpack[Arguments]) -> None:
-    ckv, k_rope, rows, k_nope_clip_alpha = x["ckv"], x["k_rope"], x["rows"], x["k_nope_clip_alpha"]
+    ckv, k_rope, rows, alpha = x["ckv"], x["k_rope"], x["rows"], x["k_nope_clip_alpha"]
     if ckv.shape[0] * rows.numel() == 0:
         return
     pages, page = rows.shape[:2]
-    values, rope, scales = quantized.row_parts(rows, x["row_layout"], torch.int8, k_rope.dtype)
+    parts = quantized.row_parts(rows, x["row_layout"], torch.int8, k_rope.dtype)
     write[(min(ckv.shape[0], cores.vector()),)](
         ckv,
         k_rope,
-        values,
-        rope,
-        scales,
+        *parts,
         ragged.int32(x["slots"]),
-        ckv if k_nope_clip_alpha is None else k_nope_clip_alpha,
+        ckv if alpha is None else alpha,
         ckv.shape[0],
         page,
         pages * page,
         ckv.stride(0),
         k_rope.stride(0),
-        values.stride(0),
-        rope.stride(0),
-        scales.stride(0),
+        *(part.stride(0) for part in parts),
         ROW=rows.shape[-1],
         TILES=quantized.LATENT // quantized.TILE,
         SIZE=quantized.TILE,
         ROTARY=x["rope_head_dim"],
-        ALPHA=k_nope_clip_alpha is not None,
+        ALPHA=alpha is not None,
         **tune.only("latent_cache_write.write").keywords,
     )

@@ -20,6 +20,12 @@ def vector() -> int:
 
 
 @triton.jit
+def tiled(n, TILE: tl.constexpr):
+    """(the places of a tile, how many tiles n takes)"""
+    return tl.arange(0, TILE), (n + TILE - 1) // TILE
+
+
+@triton.jit
 def turn(first):
     """Which piece of some work this core begins with, where core `first` takes piece 0."""
     core = tl.program_id(0) - first

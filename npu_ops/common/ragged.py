@@ -31,6 +31,25 @@ class Strides(NamedTuple):
     head: int
 
 
+class Requests(NamedTuple):
+    """Arguments of `visible`, as a kernel takes them: `of: Requests`, from `Plan.requests`."""
+
+    query_lengths: Tensor
+    key_lengths: Tensor
+    requests: int
+    tokens: int
+    reach: int
+
+
+class Pages(NamedTuple):
+    """Of the table and the cache."""
+
+    stride: int  # from request to request
+    count: int  # type: ignore[assignment]
+    size: int
+    rows: int  # from page to page
+
+
 class Layout(NamedTuple):
     """Flags of `visible`, which `Plan.flags` has by name."""
 
@@ -124,6 +143,25 @@ def visible(
     return request, start, tl.where(inside, seen(token - first, count, keys, CAUSAL), 0)
 
 
+@triton.jit
+def among(token, count, first, rows):
+    """Which of the `count` tokens from `token` on are among `rows` from `first` on, from one to
+    before another."""
+    return tl.maximum(first - token, 0), tl.minimum(count, first + rows - token)
+
+
+@triton.jit
+def key_rows(request, start, position, page_rows, reach, KEYS: tl.constexpr):
+    """(row of the keys, row of a dense output of theirs) of a position."""
+    if KEYS == TND:
+        row = (start + position).to(tl.int64)
+        to = row
+    else:
+        row = request.to(tl.int64) * page_rows + position
+        to = request.to(tl.int64) * reach + position
+    return row, to
+
+
 def int32(tensor: Tensor) -> Tensor:
     """For the vector unit, which has no 64-bit arithmetic.  What does not fit stays beyond all
     that there is: an index is absent, a length ends with the tensors."""
@@ -141,6 +179,10 @@ class Plan:
     table: Tensor
     arguments: dict[str, Any]
     flags: dict[str, Any]
+
+    @property
+    def requests(self) -> dict[str, Any]:
+        return {f"of_{name}": value for name, value in self.arguments.items()}
 
 
 def plan(
@@ -191,6 +233,16 @@ def page_rows(key: Tensor) -> int:
     if key.ndim == 3 or key.shape[0] <= 1:
         return key.shape[1] if key.ndim == 4 else 0
     return key.stride(0) // key.stride(1)
+
+
+def pages_of(key: Tensor, table: Tensor) -> dict[str, int]:
+    """`pages: Pages` of a launch."""
+    return dict(
+        pages_stride=table.stride(0),
+        pages_count=key.shape[0],
+        pages_size=key.shape[-3],
+        pages_rows=page_rows(key),
+    )
 
 
 def row_stride(key: Tensor) -> int:

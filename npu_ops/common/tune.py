@@ -55,6 +55,12 @@ class Config:
 _SUMS_TWICE = {"limit_auto_multi_buffer_of_local_buffer": "no-limit"}
 
 
+def _of_heads(tiles: tuple[int, ...], keys: int, slots: int) -> tuple[Config, ...]:
+    """A tile of heads by one of keys."""
+    options = {"set_workspace_multibuffer": slots}
+    return tuple(Config({"HEAD_TILE": heads, "KEY_TILE": keys}, options) for heads in tiles)
+
+
 def _weigh(slots: int) -> tuple[Config, ...]:
     """Of attention in two passes; no square tile: build 1.2.0 dies of it."""
     return tuple(
@@ -160,10 +166,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
     ),
     "sparse_flash_attention.merge": (Config({"PARTS": 16}),),
     "blocks_in_place.note": (Config({"PIECE": 256}),),
-    "blocks_in_place.weigh": tuple(
-        Config({"HEAD_TILE": heads, "KEY_TILE": 128}, {"set_workspace_multibuffer": 4})
-        for heads in (8, 16)
-    ),
+    "blocks_in_place.weigh": _of_heads((8, 16), 128, 4),
     "blocks_in_place.accumulate": tuple(
         Config(
             {"HEAD_TILE": heads, "KEY_TILE": 128, "PIECES": pieces, "PARTS": 8},
@@ -214,14 +217,8 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "quantized_rows.index_heads": tuple(Config({"HEAD_TILE": heads}) for heads in (8, 32)),
     "quantize.activations": (Config({"PIECE": 1024}),),
     "sparse_flash_attention_grad.row_sums": (Config({"HEAD_TILE": 16}),),
-    "sparse_flash_attention_grad.grad_query": tuple(
-        Config({"HEAD_TILE": heads, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2})
-        for heads in (16, 32)
-    ),
-    "sparse_flash_attention_grad.grad_keys": tuple(
-        Config({"HEAD_TILE": heads, "KEY_TILE": 32}, {"set_workspace_multibuffer": 2})
-        for heads in (16, 32)
-    ),
+    "sparse_flash_attention_grad.grad_query": _of_heads((16, 32), 64, 2),
+    "sparse_flash_attention_grad.grad_keys": _of_heads((16, 32), 32, 2),
     # the widest that divides the value channels and fits UB next to the key channels
     "fused_sigmoid_gating_delta_rule_update.update": tuple(
         Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)

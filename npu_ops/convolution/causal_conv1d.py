@@ -11,27 +11,96 @@ length is.  A row that is not there makes an empty copy: the mask is a bound on 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
-from ..common import cores, entry, tune
+from ...dispatch.ops.convolution.causal_conv1d import Arguments
+from ..common import cores, tune, tuples
+from ..common.cores import tiled
 from ..common.lengths import latest, left
 
 
+class Rows(NamedTuple):
+    """How far apart sequences of equal length, and tokens, are."""
+
+    batch: int
+    row: int
+
+
+class States(NamedTuple):
+    """How far apart the states of sequences, and their columns, are."""
+
+    sequence: int
+    column: int
+
+
+class Sequences(NamedTuple):
+    """Where they begin, or how long all are."""
+
+    starts: Tensor
+    sequences: int
+    length: int
+    tokens: int  # of all
+    channels: int
+    VARLEN: tl.constexpr  # by `starts`
+
+
 @triton.jit
-def part_of(starts, n, start, part, parts, length, tokens, VARLEN: tl.constexpr):
-    """(tokens of the sequence that begins at `start`, begin, stop of a part of it)."""
+def piece_of(
+    work,
+    parts,
+    n,
+    start,
+    starts,
+    sequences,
+    length,
+    tokens,
+    channels,
+    VARLEN: tl.constexpr,
+    CHANNEL_TILE: tl.constexpr,
+):
+    """(sequence, which of its parts, its first token, its tokens, first channel, channels) of a
+    piece of work, after one of sequence n, which begins at `start`.  Without `starts`, tokens are
+    counted from their own sequence's first."""
+    seen = n + 1
+    tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
+    n = work // (parts * tiles)
+    first = work % tiles * CHANNEL_TILE
     size = length
     if VARLEN:
+        start = latest(starts, n, seen, start, tokens)
         size = left(starts, n, start, tokens)
+    return n, work // tiles % parts, start, size, first, tl.minimum(channels - first, CHANNEL_TILE)
+
+
+@triton.jit
+def part_of(size, part, parts):
+    """(begin, stop) of a part of a sequence."""
     step = (size + parts - 1) // parts
     begin = tl.minimum(part * step, size)
-    return size, begin, tl.minimum(begin + step, size)
+    return begin, tl.minimum(begin + step, size)
+
+
+@triton.jit
+def at_sequence(n, start, batch, row, VARLEN: tl.constexpr):
+    """Where a sequence's tokens lie."""
+    if VARLEN:
+        at = start.to(tl.int64) * row
+    else:
+        at = n.to(tl.int64) * batch
+    return at
+
+
+@triton.jit
+def side_by_side(n, start, length, channels, VARLEN: tl.constexpr):
+    """The same, of tokens without gaps."""
+    return at_sequence(n, start, length.to(tl.int64) * channels, channels, VARLEN)
 
 
 @triton.jit
@@ -52,9 +121,10 @@ def row(
 
 
 @triton.jit
-def tap(weight, back, d, on, channels, W: tl.constexpr):
+def tap(weight, back, d, count, channels, W: tl.constexpr):
     """What is multiplied with the token `back` before, float32."""
-    return tl.load(weight + (W - 1 - back) * channels + d, mask=on, other=0.0).to(tl.float32)
+    at = weight + (W - 1 - back) * channels + d
+    return tl.load(at, mask=d < count, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -62,31 +132,19 @@ def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-@entry.jit(
-    do_not_specialize=[
-        "sequences", "parts", "length", "tokens", "channels", "x_batch", "x_row", "h_sequence",
-        "h_column",
-    ]
-)  # fmt: skip
+@tuples.jit(["parts"])
 def convolve(
     x,
     weight,
     bias,
     history,
-    starts,
     computed,
     out,
-    sequences,
     parts,
-    length,
-    tokens,
-    channels,
-    x_batch,
-    x_row,
-    h_sequence,
-    h_column,
+    x_stride: Rows,
+    h_stride: States,
+    of: Sequences,
     W: tl.constexpr,
-    VARLEN: tl.constexpr,
     HISTORY: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
@@ -94,42 +152,38 @@ def convolve(
     RESIDUAL: tl.constexpr,
     CHANNEL_TILE: tl.constexpr,
 ):
-    d = tl.arange(0, CHANNEL_TILE)
-    tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
-    start = 0
-    seen = 0
-    for work in range(tl.program_id(0), sequences * parts * tiles, tl.num_programs(0)):
-        n = work // (parts * tiles)
-        part = work // tiles % parts
-        first = work % tiles * CHANNEL_TILE
-        count = tl.minimum(channels - first, CHANNEL_TILE)
-        on = d < count
-        if VARLEN:
-            start = latest(starts, n, seen, start, tokens)
-            seen = n + 1
-        size, begin, stop = part_of(starts, n, start, part, parts, length, tokens, VARLEN)
-        of_x = x + start.to(tl.int64) * x_row + first
-        of_out = out + start.to(tl.int64) * channels + first
-        if not VARLEN:
-            of_x += n.to(tl.int64) * x_batch
-            of_out += n.to(tl.int64) * length * channels
-        of_history = history + n.to(tl.int64) * h_sequence + first
+    """The outputs of parts of sequences."""
+    d, tiles = tiled(of.channels, CHANNEL_TILE)
+    start, n = 0, -1
+    for work in range(tl.program_id(0), of.sequences * parts * tiles, tl.num_programs(0)):
+        n, part, start, size, first, count = piece_of(work, parts, n, start, *of, CHANNEL_TILE)
+        of_x = x + at_sequence(n, start, *x_stride, of.VARLEN) + first
+        of_out = out + side_by_side(n, start, of.length, of.channels, of.VARLEN) + first
+        of_history = history + n.to(tl.int64) * h_stride.sequence + first
         of_weight = weight + first
-        w_0 = tap(of_weight, 0, d, on, channels, W)
-        w_1 = tap(of_weight, 1, d, on, channels, W)
-        x_1 = row(of_x, of_history, begin - 1, d, count, x_row, h_column, W, HISTORY)
+        w_0 = tap(of_weight, 0, d, count, of.channels, W)
+        w_1 = tap(of_weight, 1, d, count, of.channels, W)
+        begin, stop = part_of(size, part, parts)
+        x_1 = row(of_x, of_history, begin - 1, d, count, x_stride.row, h_stride.column, W, HISTORY)
         if W > 2:
-            w_2 = tap(of_weight, 2, d, on, channels, W)
-            x_2 = row(of_x, of_history, begin - 2, d, count, x_row, h_column, W, HISTORY)
+            w_2 = tap(of_weight, 2, d, count, of.channels, W)
+            x_2 = row(
+                of_x, of_history, begin - 2, d, count, x_stride.row, h_stride.column, W, HISTORY
+            )
         if W > 3:
-            w_3 = tap(of_weight, 3, d, on, channels, W)
-            x_3 = row(of_x, of_history, begin - 3, d, count, x_row, h_column, W, HISTORY)
+            w_3 = tap(of_weight, 3, d, count, of.channels, W)
+            x_3 = row(
+                of_x, of_history, begin - 3, d, count, x_stride.row, h_stride.column, W, HISTORY
+            )
+        on = d < count
         if BIAS:
             b = tl.load(bias + first + d, mask=on, other=0.0).to(tl.float32)
         if COMPUTED:
             done = tl.load(computed + n)
         for t in range(begin, stop):
-            now = tl.load(of_x + t.to(tl.int64) * x_row + d, mask=on, other=0.0).to(tl.float32)
+            now = tl.load(of_x + t.to(tl.int64) * x_stride.row + d, mask=on, other=0.0).to(
+                tl.float32
+            )
             total = now * w_0 + x_1 * w_1
             if W > 2:
                 total += x_2 * w_2
@@ -147,66 +201,45 @@ def convolve(
                 total = tl.where(d < tl.where(t + done < W - 1, 0, count), total, 0.0)
             if RESIDUAL:
                 total += now
-            to = of_out + t.to(tl.int64) * channels + d
+            to = of_out + t.to(tl.int64) * of.channels + d
             tl.store(to, total.to(out.dtype.element_ty), mask=on)
-        if VARLEN:
+        if of.VARLEN:
             # tokens before the first sequence, and behind the last one
             zero = tl.zeros((CHANNEL_TILE,), out.dtype.element_ty)
             before = tl.where((n == 0) & (part == 0), start, 0)
             for t in range(0, before):
-                tl.store(out + t.to(tl.int64) * channels + first + d, zero, mask=on)
-            alone = (n == sequences - 1) & (part == 0)
-            for t in range(tl.where(alone, start + size, tokens), tokens):
-                tl.store(out + t.to(tl.int64) * channels + first + d, zero, mask=on)
+                tl.store(out + t.to(tl.int64) * of.channels + first + d, zero, mask=on)
+            alone = (n == of.sequences - 1) & (part == 0)
+            for t in range(tl.where(alone, start + size, of.tokens), of.tokens):
+                tl.store(out + t.to(tl.int64) * of.channels + first + d, zero, mask=on)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "sequences", "length", "tokens", "channels", "x_batch", "x_row", "h_sequence", "h_column",
-    ]
-)  # fmt: skip
+@tuples.jit()
 def finish(
     x,
     history,
-    starts,
     out,
-    sequences,
-    length,
-    tokens,
-    channels,
-    x_batch,
-    x_row,
-    h_sequence,
-    h_column,
+    x_stride: Rows,
+    h_stride: States,
+    of: Sequences,
     W: tl.constexpr,
-    VARLEN: tl.constexpr,
     HISTORY: tl.constexpr,
     CHANNEL_TILE: tl.constexpr,
 ):
     """The last W - 1 tokens of a sequence, and of its history where it is shorter."""
-    d = tl.arange(0, CHANNEL_TILE)
-    tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
-    start = 0
-    seen = 0
-    for work in range(tl.program_id(0), sequences * tiles, tl.num_programs(0)):
-        n = work // tiles
-        first = work % tiles * CHANNEL_TILE
-        count = tl.minimum(channels - first, CHANNEL_TILE)
-        size = length
-        if VARLEN:
-            start = latest(starts, n, seen, start, tokens)
-            seen = n + 1
-            size = left(starts, n, start, tokens)
-        of_x = x + start.to(tl.int64) * x_row + first
-        if not VARLEN:
-            of_x += n.to(tl.int64) * x_batch
-        of_history = history + n.to(tl.int64) * h_sequence + first
-        to = out + n.to(tl.int64) * (W - 1) * channels + first + d
+    d, tiles = tiled(of.channels, CHANNEL_TILE)
+    start, n = 0, -1
+    for work in range(tl.program_id(0), of.sequences * tiles, tl.num_programs(0)):
+        n, _, start, size, first, count = piece_of(work, 1, n, start, *of, CHANNEL_TILE)
+        of_x = x + at_sequence(n, start, *x_stride, of.VARLEN) + first
+        of_history = history + n.to(tl.int64) * h_stride.sequence + first
+        to = out + n.to(tl.int64) * (W - 1) * of.channels + first + d
         for column in range(0, W - 1):
+            position = size - (W - 1) + column
             value = row(
-                of_x, of_history, size - (W - 1) + column, d, count, x_row, h_column, W, HISTORY
+                of_x, of_history, position, d, count, x_stride.row, h_stride.column, W, HISTORY
             )
-            tl.store(to + column * channels, value.to(out.dtype.element_ty), mask=d < count)
+            tl.store(to + column * of.channels, value.to(out.dtype.element_ty), mask=d < count)
 
 
 def parts_of(sequences: int, tiles: int, tokens: int) -> int:
@@ -260,17 +293,17 @@ def outputs(
         weight.contiguous(),
         given(bias),
         given(history),
-        given(query_start_loc),
         given(computed),
         out,
-        sequences,
         parts,
-        x.shape[-2],
-        tokens,
-        channels,
         0 if varlen else x.stride(0),
         x.stride(-2),
         *((0, 0) if history is None else history.stride()[:2]),
+        given(query_start_loc),
+        sequences,
+        x.shape[-2],
+        tokens,
+        channels,
         W=weight.shape[0],
         VARLEN=varlen,
         HISTORY=history is not None,
@@ -283,19 +316,14 @@ def outputs(
     return out
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_states: Tensor | None,
-    query_start_loc: Tensor | None,
-    activation: str | None,
-) -> tuple[Tensor, Tensor]:
+def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
+    x, weight, initial_states = a["x"], a["weight"], a["initial_states"]
+    query_start_loc = a["query_start_loc"]
     channels, width = x.shape[-1], weight.shape[0]
     varlen = query_start_loc is not None
     sequences = query_start_loc.shape[0] - 1 if query_start_loc is not None else x.shape[0]
     history = None if initial_states is None else dense(initial_states)
-    out = outputs(x, weight, bias, history, query_start_loc, activation is not None)
+    out = outputs(x, weight, a["bias"], history, query_start_loc, a["activation"] is not None)
     kind = x.dtype if history is None else history.dtype
     final = memory.empty([sequences, width - 1, channels], kind, x.device)
     if final.numel() == 0:
@@ -305,15 +333,15 @@ def forward(
     finish[(min(sequences * tiles, cores.vector()),)](
         x,
         x if history is None else history,
-        x if query_start_loc is None else query_start_loc,
         final,
+        0 if varlen else x.stride(0),
+        x.stride(-2),
+        *((0, 0) if history is None else history.stride()[:2]),
+        x if query_start_loc is None else query_start_loc,
         sequences,
         x.shape[-2],
         x.shape[:-1].numel(),
         channels,
-        0 if varlen else x.stride(0),
-        x.stride(-2),
-        *((0, 0) if history is None else history.stride()[:2]),
         W=width,
         VARLEN=varlen,
         HISTORY=history is not None,

@@ -16,11 +16,26 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
-from ..common import cores, entry, tune
-from ..common.lengths import latest
-from .causal_conv1d import dense, part_of, parts_of, row, sigmoid, tap
+from ...dispatch.ops.convolution.causal_conv1d_grad import Arguments
+from ..common import cores, tune, tuples
+from ..common.cores import tiled
+from .causal_conv1d import (
+    Rows,
+    Sequences,
+    States,
+    at_sequence,
+    dense,
+    part_of,
+    parts_of,
+    piece_of,
+    row,
+    side_by_side,
+    sigmoid,
+    tap,
+)
 from .causal_conv1d import unsupported as unsupported
 
 _KERNEL = "causal_conv1d_grad.walk"
@@ -58,88 +73,67 @@ def _left(of_final, column, ended, d, count, f_column):
     return tl.load(of_final + column * f_column + d, mask=at, other=0.0).to(tl.float32)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "sequences", "parts", "length", "tokens", "channels", "x_batch", "x_row", "g_batch",
-        "g_row", "h_sequence", "h_column", "f_sequence", "f_column",
-    ]
-)  # fmt: skip
+@tuples.jit(["parts"])
 def walk(
     x,
     weight,
     bias,
     history,
-    starts,
     d_out,
     d_final,
     dx,
     d_history,
     sums,
-    sequences,
     parts,
-    length,
-    tokens,
-    channels,
-    x_batch,
-    x_row,
-    g_batch,
-    g_row,
-    h_sequence,
-    h_column,
-    f_sequence,
-    f_column,
+    x_stride: Rows,
+    h_stride: States,
+    g_stride: Rows,
+    f_stride: States,
+    of: Sequences,
     W: tl.constexpr,
-    VARLEN: tl.constexpr,
     HISTORY: tl.constexpr,
     FINAL: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
     CHANNEL_TILE: tl.constexpr,
 ):
-    d = tl.arange(0, CHANNEL_TILE)
-    tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
-    start = 0
-    seen = 0
-    for work in range(tl.program_id(0), sequences * parts * tiles, tl.num_programs(0)):
-        n = work // (parts * tiles)
-        part = work // tiles % parts
-        first = work % tiles * CHANNEL_TILE
-        count = tl.minimum(channels - first, CHANNEL_TILE)
-        on = d < count
-        if VARLEN:
-            start = latest(starts, n, seen, start, tokens)
-            seen = n + 1
-        size, begin, stop = part_of(starts, n, start, part, parts, length, tokens, VARLEN)
-        of_x = x + start.to(tl.int64) * x_row + first
-        of_g = d_out + start.to(tl.int64) * g_row + first
-        of_dx = dx + start.to(tl.int64) * channels + first
-        if not VARLEN:
-            of_x += n.to(tl.int64) * x_batch
-            of_g += n.to(tl.int64) * g_batch
-            of_dx += n.to(tl.int64) * length * channels
-        of_history = history + n.to(tl.int64) * h_sequence + first
-        of_final = d_final + n.to(tl.int64) * f_sequence + first
-        of_past = d_history + n.to(tl.int64) * (W - 1) * channels + first
+    """dx, d_history and a part's sums [W + 1, channels]."""
+    d, tiles = tiled(of.channels, CHANNEL_TILE)
+    start, n = 0, -1
+    for work in range(tl.program_id(0), of.sequences * parts * tiles, tl.num_programs(0)):
+        n, part, start, size, first, count = piece_of(work, parts, n, start, *of, CHANNEL_TILE)
+        of_x = x + at_sequence(n, start, *x_stride, of.VARLEN) + first
+        of_g = d_out + at_sequence(n, start, *g_stride, of.VARLEN) + first
+        of_dx = dx + side_by_side(n, start, of.length, of.channels, of.VARLEN) + first
+        of_history = history + n.to(tl.int64) * h_stride.sequence + first
+        of_final = d_final + n.to(tl.int64) * f_stride.sequence + first
+        of_past = d_history + n.to(tl.int64) * (W - 1) * of.channels + first
         of_weight = weight + first
         zero = tl.zeros((CHANNEL_TILE,), tl.float32)
-        w_0 = tap(of_weight, 0, d, on, channels, W)
-        w_1 = tap(of_weight, 1, d, on, channels, W)
-        x_1 = row(of_x, of_history, begin - 1, d, count, x_row, h_column, W, HISTORY)
+        w_0 = tap(of_weight, 0, d, count, of.channels, W)
+        w_1 = tap(of_weight, 1, d, count, of.channels, W)
+        begin, stop = part_of(size, part, parts)
+        x_1 = row(of_x, of_history, begin - 1, d, count, x_stride.row, h_stride.column, W, HISTORY)
         # unfinished gradients of the tokens before, sums for the weights and the bias
         p_1 = zero
         s_0 = zero
         s_1 = zero
         s_b = zero
         if W > 2:
-            w_2 = tap(of_weight, 2, d, on, channels, W)
-            x_2 = row(of_x, of_history, begin - 2, d, count, x_row, h_column, W, HISTORY)
+            w_2 = tap(of_weight, 2, d, count, of.channels, W)
+            x_2 = row(
+                of_x, of_history, begin - 2, d, count, x_stride.row, h_stride.column, W, HISTORY
+            )
             p_2 = zero
             s_2 = zero
         if W > 3:
-            w_3 = tap(of_weight, 3, d, on, channels, W)
-            x_3 = row(of_x, of_history, begin - 3, d, count, x_row, h_column, W, HISTORY)
+            w_3 = tap(of_weight, 3, d, count, of.channels, W)
+            x_3 = row(
+                of_x, of_history, begin - 3, d, count, x_stride.row, h_stride.column, W, HISTORY
+            )
             p_3 = zero
             s_3 = zero
+        on = d < count
         if BIAS:
             b = tl.load(bias + first + d, mask=on, other=0.0).to(tl.float32)
         # the part that begins the sequence has its history
@@ -148,8 +142,8 @@ def walk(
         end = tl.where(begin < stop, end, stop)
         for t in range(begin, end):
             at = t.to(tl.int64)
-            now = tl.load(of_x + at * x_row + d, mask=on, other=0.0).to(tl.float32)
-            e = tl.load(of_g + at * g_row + d, mask=on, other=0.0).to(tl.float32)
+            now = tl.load(of_x + at * x_stride.row + d, mask=on, other=0.0).to(tl.float32)
+            e = tl.load(of_g + at * g_stride.row + d, mask=on, other=0.0).to(tl.float32)
             if SILU:
                 total = now * w_0 + x_1 * w_1
                 if W > 2:
@@ -179,7 +173,7 @@ def walk(
                 p_3 = p_2 + e * w_2
                 p_2 = p_1 + e * w_1
             p_1 = e * w_0
-            _put(of_dx, of_past, done, t - (W - 1), low, stop, d, count, channels, W, HISTORY)
+            _put(of_dx, of_past, done, t - (W - 1), low, stop, d, count, of.channels, W, HISTORY)
             if W > 3:
                 x_3 = x_2
             if W > 2:
@@ -188,50 +182,45 @@ def walk(
         # the last tokens of the sequence are its final states as well
         ended = (end == size) & ((begin < stop) | (part == 0))
         if FINAL:
-            p_1 += _left(of_final, W - 2, ended, d, count, f_column)
-        _put(of_dx, of_past, p_1, end - 1, low, stop, d, count, channels, W, HISTORY)
+            p_1 += _left(of_final, W - 2, ended, d, count, f_stride.column)
+        _put(of_dx, of_past, p_1, end - 1, low, stop, d, count, of.channels, W, HISTORY)
         if W > 2:
             if FINAL:
-                p_2 += _left(of_final, W - 3, ended, d, count, f_column)
-            _put(of_dx, of_past, p_2, end - 2, low, stop, d, count, channels, W, HISTORY)
+                p_2 += _left(of_final, W - 3, ended, d, count, f_stride.column)
+            _put(of_dx, of_past, p_2, end - 2, low, stop, d, count, of.channels, W, HISTORY)
         if W > 3:
             if FINAL:
-                p_3 += _left(of_final, W - 4, ended, d, count, f_column)
-            _put(of_dx, of_past, p_3, end - 3, low, stop, d, count, channels, W, HISTORY)
-        to = sums + (n * parts + part).to(tl.int64) * (W + 1) * channels + first + d
-        tl.store(to + (W - 1) * channels, s_0, mask=on)
-        tl.store(to + (W - 2) * channels, s_1, mask=on)
+                p_3 += _left(of_final, W - 4, ended, d, count, f_stride.column)
+            _put(of_dx, of_past, p_3, end - 3, low, stop, d, count, of.channels, W, HISTORY)
+        to = sums + (n * parts + part).to(tl.int64) * (W + 1) * of.channels + first + d
+        tl.store(to + (W - 1) * of.channels, s_0, mask=on)
+        tl.store(to + (W - 2) * of.channels, s_1, mask=on)
         if W > 2:
-            tl.store(to + (W - 3) * channels, s_2, mask=on)
+            tl.store(to + (W - 3) * of.channels, s_2, mask=on)
         if W > 3:
             tl.store(to, s_3, mask=on)
-        tl.store(to + W * channels, s_b, mask=on)
-        if VARLEN:
+        tl.store(to + W * of.channels, s_b, mask=on)
+        if of.VARLEN:
             # tokens before the first sequence, and behind the last one
             nothing = tl.zeros((CHANNEL_TILE,), dx.dtype.element_ty)
             for t in range(0, tl.where((n == 0) & (part == 0), start, 0)):
-                tl.store(dx + t.to(tl.int64) * channels + first + d, nothing, mask=on)
-            alone = (n == sequences - 1) & (part == 0)
-            for t in range(tl.where(alone, start + size, tokens), tokens):
-                tl.store(dx + t.to(tl.int64) * channels + first + d, nothing, mask=on)
+                tl.store(dx + t.to(tl.int64) * of.channels + first + d, nothing, mask=on)
+            alone = (n == of.sequences - 1) & (part == 0)
+            for t in range(tl.where(alone, start + size, of.tokens), of.tokens):
+                tl.store(dx + t.to(tl.int64) * of.channels + first + d, nothing, mask=on)
 
 
-def backward(
-    x: Tensor,
-    weight: Tensor,
-    d_out: Tensor,
-    bias: Tensor | None,
-    initial_states: Tensor | None,
-    query_start_loc: Tensor | None,
-    d_final_states: Tensor | None,
-    activation: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, weight, bias, d_out = a["x"], a["weight"], a["bias"], a["d_out"]
+    query_start_loc = a["query_start_loc"]
+    history, final = (
+        None if states is None else dense(states)
+        for states in (a["initial_states"], a["d_final_states"])
+    )
     channels, width = x.shape[-1], weight.shape[0]
     varlen = query_start_loc is not None
     sequences = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
     tokens, length = x.shape[:-1].numel(), x.shape[-2]
-    history = None if initial_states is None else dense(initial_states)
-    final = None if d_final_states is None else dense(d_final_states)
     dx = memory.empty(x.shape, x.dtype, x.device)
     d_states = memory.empty([0], x.dtype, x.device)
     if history is not None:
@@ -249,29 +238,29 @@ def backward(
             weight.contiguous(),
             x if bias is None else bias,
             x if history is None else history,
-            x if query_start_loc is None else query_start_loc,
             d_out,
             x if final is None else final,
             dx,
             dx if history is None else d_states,
             sums,
-            sequences,
             parts,
+            0 if varlen else x.stride(0),
+            x.stride(-2),
+            *((0, 0) if history is None else history.stride()[:2]),
+            0 if varlen else d_out.stride(0),
+            d_out.stride(-2),
+            *((0, 0) if final is None else final.stride()[:2]),
+            x if query_start_loc is None else query_start_loc,
+            sequences,
             length,
             tokens,
             channels,
-            0 if varlen else x.stride(0),
-            x.stride(-2),
-            0 if varlen else d_out.stride(0),
-            d_out.stride(-2),
-            *((0, 0) if history is None else history.stride()[:2]),
-            *((0, 0) if final is None else final.stride()[:2]),
             W=width,
             VARLEN=varlen,
             HISTORY=history is not None,
             FINAL=final is not None,
             BIAS=bias is not None,
-            SILU=activation is not None,
+            SILU=a["activation"] is not None,
             **config.keywords,
         )
     whole = sums.sum(0)

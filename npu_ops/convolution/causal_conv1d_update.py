@@ -15,8 +15,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.convolution.causal_conv1d_update import Arguments
 from ..common import cores, entry, tune
 from ..common.lengths import latest, left
 from .causal_conv1d import sigmoid, tap
@@ -119,7 +121,7 @@ def update(
                 total += tl.load(bias + first + d, mask=on, other=0.0).to(tl.float32)
             for back in tl.static_range(0, W):
                 value = value_at(of_x, of_row, position, reach, d, count, x_row, s_column)
-                total += value * tap(weight + first, back, d, on, channels, W)
+                total += value * tap(weight + first, back, d, count, channels, W)
                 if window is not None and back < W - 1:
                     to = of_window + t.to(tl.int64) * i_step + (W - 2 - back) * i_column + d
                     stored = d < tl.where(kept & (t < steps), count, 0)
@@ -181,30 +183,17 @@ def unsupported(
     return None
 
 
-def forward(
-    x: Tensor,
-    conv_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    conv_state_indices: Tensor | None,
-    query_start_loc: Tensor | None,
-    num_accepted_tokens: Tensor | None,
-    pad_slot_id: int,
-    disable_state_update: bool,
-    intermediate_conv_window: Tensor | None,
-    intermediate_state_indices: Tensor | None,
-    retrieve_parent_token: Tensor | None,
-) -> Tensor:
+def forward(**a: Unpack[Arguments]) -> Tensor:
+    x, conv_states, weight = a["x"], a["conv_states"], a["weight"]
+    query_start_loc, window = a["query_start_loc"], a["intermediate_conv_window"]
     channels, width = x.shape[-1], weight.shape[0]
     sequences = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
     out = memory.empty(x.shape, x.dtype, x.device)
     if out.numel() == 0 or sequences == 0:
         return out.zero_()
-    parents = retrieve_parent_token
+    parents = a["retrieve_parent_token"]
     if parents is not None and parents.shape[1] == 0:
         parents = parents.new_full((sequences, 1), -1)  # no kernel reads an empty tensor
-    window = intermediate_conv_window
     rows, steps = (0, 0) if window is None else window.shape[:2]
     in_row = x.flatten(0, -2)  # a copy only where the strides of sequences and tokens do not chain
     config = _tile(sequences, channels)
@@ -213,18 +202,18 @@ def forward(
         in_row,
         conv_states,
         weight.contiguous(),
-        bias,
-        conv_state_indices,
+        a["bias"],
+        a["conv_state_indices"],
         query_start_loc,
-        num_accepted_tokens,
+        a["num_accepted_tokens"],
         window,
-        intermediate_state_indices,
+        a["intermediate_state_indices"],
         parents,
         out,
         sequences,
         in_row.shape[0],
         conv_states.shape[0],
-        pad_slot_id,
+        a["pad_slot_id"],
         rows,
         steps,
         0 if parents is None else parents.shape[1],
@@ -234,8 +223,8 @@ def forward(
         *((0, 0, 0) if window is None else window.stride()[:3]),
         W=width,
         L=conv_states.shape[1],
-        SILU=activation is not None,
-        STORE=not disable_state_update,
+        SILU=a["activation"] is not None,
+        STORE=not a["disable_state_update"],
         **config.keywords,
     )
     return out

@@ -12,7 +12,7 @@ any more.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,14 +20,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry, tune
-from ..common.lengths import latest, left
+from ..common import cores, tune, tuples
+from ..common.cores import tiled
 from . import causal_conv1d
+from .causal_conv1d import Rows, Sequences, States, at_sequence, piece_of
 from .causal_conv1d_update import value_at
 
 
 @triton.jit
-def _slot(lines, n, block, blocks, slots, pad_slot, INDEXED: tl.constexpr):
+def _slot(lines, n, block, slots, pad_slot, blocks, INDEXED: tl.constexpr):
     """(the slot of a block of a sequence, whether there is one)."""
     inside = (block >= 0) & (block < blocks)
     if INDEXED:
@@ -39,66 +40,50 @@ def _slot(lines, n, block, blocks, slots, pad_slot, INDEXED: tl.constexpr):
     return tl.where(there, slot, 0), there
 
 
-@entry.jit(
-    do_not_specialize=[
-        "sequences", "length", "tokens", "slots", "pad_slot", "blocks", "channels", "x_batch",
-        "x_row", "s_slot", "s_column",
-    ]
-)  # fmt: skip
+class Slots(NamedTuple):
+    """Of the pool, and of a sequence's blocks."""
+
+    number: int
+    none: int  # stands for no slot
+    blocks: int
+
+
+@tuples.jit()
 def push(
     x,
     pool,
     lines,
-    starts,
     accepted,
     computed,
     last_block,
     read_block,
     history,
-    sequences,
-    length,
-    tokens,
-    slots,
-    pad_slot,
-    blocks,
-    channels,
-    x_batch,
-    x_row,
-    s_slot,
-    s_column,
+    slots: Slots,
+    x_stride: Rows,
+    s_stride: States,
+    of: Sequences,
     W: tl.constexpr,
     L: tl.constexpr,
-    VARLEN: tl.constexpr,
     INDEXED: tl.constexpr,
     BLOCKS: tl.constexpr,
     ACCEPTED: tl.constexpr,
     COMPUTED: tl.constexpr,
     CHANNEL_TILE: tl.constexpr,
 ):
-    d = tl.arange(0, CHANNEL_TILE)
-    tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
-    start = 0
-    seen = 0
-    for work in range(tl.program_id(0), sequences * tiles, tl.num_programs(0)):
-        n = work // tiles
-        first = work % tiles * CHANNEL_TILE
-        count = tl.minimum(channels - first, CHANNEL_TILE)
-        size = length
-        if VARLEN:
-            start = latest(starts, n, seen, start, tokens)
-            seen = n + 1
-            size = left(starts, n, start, tokens)
-        of_x = x + start.to(tl.int64) * x_row + first
-        if not VARLEN:
-            of_x += n.to(tl.int64) * x_batch
+    """The histories of the sequences, and the rows of the pool behind their tokens."""
+    d, tiles = tiled(of.channels, CHANNEL_TILE)
+    start, n = 0, -1
+    for work in range(tl.program_id(0), of.sequences * tiles, tl.num_programs(0)):
+        n, _, start, size, first, count = piece_of(work, 1, n, start, *of, CHANNEL_TILE)
+        of_x = x + at_sequence(n, start, *x_stride, of.VARLEN) + first
         zero = n.to(tl.int64) * 0
         read = zero
         write = zero
         if BLOCKS:
             read = tl.load(read_block + n).to(tl.int64)
             write = tl.load(last_block + n).to(tl.int64)
-        slot, there = _slot(lines, n, read, blocks, slots, pad_slot, INDEXED)
-        of_row = pool + slot * s_slot + first
+        slot, there = _slot(lines, n, read, *slots, INDEXED)
+        of_row = pool + slot * s_stride.sequence + first
         # columns that count, and those that are read
         counted = zero + L
         if ACCEPTED:
@@ -112,82 +97,64 @@ def push(
         reach = tl.where(there, counted, 0)
         for before in range(0, W - 1):
             position = zero + before - (W - 1)
-            value = value_at(of_x, of_row, position, reach, d, count, x_row, s_column)
-            to = history + (n.to(tl.int64) * (W - 1) + before) * channels + first + d
+            value = value_at(of_x, of_row, position, reach, d, count, x_stride.row, s_stride.column)
+            to = history + (n.to(tl.int64) * (W - 1) + before) * of.channels + first + d
             tl.store(to, value.to(history.dtype.element_ty), mask=d < count)
-        to_slot, kept = _slot(lines, n, write, blocks, slots, pad_slot, INDEXED)
+        to_slot, kept = _slot(lines, n, write, *slots, INDEXED)
         upwards = counted + size >= L
         for step in range(0, tl.where(kept & (size > 0), L, 0)):
             column = tl.where(upwards, step, L - 1 - step).to(tl.int64)
             position = size - L + column
-            value = value_at(of_x, of_row, position, reach, d, count, x_row, s_column)
-            to = pool + to_slot * s_slot + column * s_column + first + d
+            value = value_at(of_x, of_row, position, reach, d, count, x_stride.row, s_stride.column)
+            to = pool + to_slot * s_stride.sequence + column * s_stride.column + first + d
             stored = d < tl.where(position >= -counted, count, 0)
             tl.store(to, value.to(pool.dtype.element_ty), mask=stored)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "sequences", "length", "tokens", "slots", "pad_slot", "blocks", "block_size", "channels",
-        "x_batch", "x_row", "s_slot", "s_column",
-    ]
-)  # fmt: skip
+@tuples.jit(["block_size"])
 def fill(
     x,
     pool,
     lines,
-    starts,
     computed,
     first_block,
     last_block,
     history,
-    sequences,
-    length,
-    tokens,
-    slots,
-    pad_slot,
-    blocks,
+    slots: Slots,
     block_size,
-    channels,
-    x_batch,
-    x_row,
-    s_slot,
-    s_column,
+    x_stride: Rows,
+    s_stride: States,
+    of: Sequences,
     W: tl.constexpr,
     L: tl.constexpr,
-    VARLEN: tl.constexpr,
     CHANNEL_TILE: tl.constexpr,
 ):
-    d = tl.arange(0, CHANNEL_TILE)
-    tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
-    start = 0
-    seen = 0
-    for work in range(tl.program_id(0), sequences * blocks * tiles, tl.num_programs(0)):
-        n = work // (blocks * tiles)
-        chunk = work // tiles % blocks
-        first = work % tiles * CHANNEL_TILE
-        count = tl.minimum(channels - first, CHANNEL_TILE)
-        size = length
-        if VARLEN:
-            start = latest(starts, n, seen, start, tokens)
-            seen = n + 1
-            size = left(starts, n, start, tokens)
-        of_x = x + start.to(tl.int64) * x_row + first
-        if not VARLEN:
-            of_x += n.to(tl.int64) * x_batch
+    """The states at the ends of blocks."""
+    d, tiles = tiled(of.channels, CHANNEL_TILE)
+    blocks = slots.blocks
+    start, n = 0, -1
+    for work in range(tl.program_id(0), of.sequences * blocks * tiles, tl.num_programs(0)):
+        n, chunk, start, size, first, count = piece_of(work, blocks, n, start, *of, CHANNEL_TILE)
+        of_x = x + at_sequence(n, start, *x_stride, of.VARLEN) + first
         block = tl.load(first_block + n).to(tl.int64)
         ends = tl.load(last_block + n).to(tl.int64) - block
         # tokens behind the last end of a block
         rest = (size + tl.load(computed + n).to(tl.int64)) % block_size
         end = size - tl.where(rest == 0, block_size, rest)
         boundary = end - (ends - chunk - 1) * block_size
-        slot, there = _slot(lines, n, block + chunk, blocks, slots, pad_slot, True)
+        slot, there = _slot(lines, n, block + chunk, *slots, True)
         kept = there & (chunk < ends) & (boundary >= 0) & (size > 0)
-        of_history = history + n.to(tl.int64) * (W - 1) * channels + first
+        of_history = history + n.to(tl.int64) * (W - 1) * of.channels + first
         for column in range(0, tl.where(kept, W - 1, 0)):
             position = boundary + column - (W - 1)
-            value = value_at(of_x, of_history, position, W - 1, d, count, x_row, channels)
-            to = pool + slot * s_slot + (L - (W - 1) + column).to(tl.int64) * s_column + first + d
+            value = value_at(of_x, of_history, position, W - 1, d, count, x_stride.row, of.channels)
+            to = (
+                pool
+                + slot * s_stride.sequence
+                + (L - (W - 1) + column).to(tl.int64) * s_stride.column
+                + first
+                + d
+            )
             tl.store(to, value.to(pool.dtype.element_ty), mask=d < count)
 
 
@@ -233,14 +200,12 @@ def forward(
         if cache_indices.numel() == 0:  # no block: one that names no slot, which can be read
             cache_indices = memory.empty([sequences, 1], torch.int32, x.device).fill_(-1)
         blocks = cache_indices.shape[1]
-    sizes = (
-        sequences,
-        x.shape[-2],
-        x.shape[:-1].numel(),
+    slots = (
         conv_states.shape[0],
         -1 if pad_slot_id is None else pad_slot_id,  # None: no slot stands for none
         blocks,
     )
+    of = (given(starts), sequences, x.shape[-2], x.shape[:-1].numel(), channels)
     strides = (0 if starts is not None else x.stride(0), x.stride(-2), *conv_states.stride()[:2])
     flags = dict(W=width, L=conv_states.shape[1], VARLEN=starts is not None)
     by_block = block_idx_first_scheduled_token is not None
@@ -252,15 +217,14 @@ def forward(
             x,
             conv_states,
             given(cache_indices),
-            given(starts),
             given(num_accepted_tokens),
             given(num_computed_tokens),
             given(block_idx_last_scheduled_token),
             given(initial_state_idx),
             history,
-            *sizes,
-            channels,
+            *slots,
             *strides,
+            *of,
             **flags,
             INDEXED=cache_indices is not None,
             BLOCKS=by_block,
@@ -276,15 +240,14 @@ def forward(
             x,
             conv_states,
             given(cache_indices),
-            given(starts),
             given(num_computed_tokens),
             given(block_idx_first_scheduled_token),
             given(block_idx_last_scheduled_token),
             history,
-            *sizes,
+            *slots,
             128 if block_size is None else block_size,
-            channels,
             *strides,
+            *of,
             **flags,
             **config.keywords,
         )

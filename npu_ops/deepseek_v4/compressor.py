@@ -26,10 +26,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import compressed, memory
+from ...dispatch.ops.deepseek_v4.compressor import Arguments
 from ..common import cores, entry, quantize, ragged, tiling, tune
-from ..common.cores import turn
+from ..common.cores import tiled, turn
 from ..common.front_end import insert_slice
 from ..common.lengths import within
 
@@ -342,8 +344,7 @@ def pool(
 ):
     """out [rows, size + next_size]; rows of windows that do not close are left as they are."""
     r = tl.arange(0, ROWS)
-    d = tl.arange(0, CHANNELS)
-    tiles = (size + CHANNELS - 1) // CHANNELS
+    d, tiles = tiled(size, CHANNELS)
     all_tiles = tiles + (next_size + CHANNELS - 1) // CHANNELS
     of_token = COFF * (size + next_size)
     if ape is not None:
@@ -730,98 +731,72 @@ class Call:
     `second`: its states lie in the same pages; of what it makes only the pages.
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        wkv: Tensor,
-        wgate: Tensor | None,
-        state_cache: Tensor,
-        ape: Tensor | None,
-        norm_weight: Tensor | None,
-        rope_sin: Tensor | None,
-        rope_cos: Tensor | None,
-        rope_head_dim: int,
-        cmp_ratio: int,
-        state_block_table: Tensor,
-        cu_seqlens: Tensor | None,
-        seqused: Tensor | None,
-        start_pos: Tensor | None,
-        coff: int,
-        norm_eps: float,
-        rotary_mode: int,
-        cache_mode: int,
-        cmp_cache: Tensor | None,
-        cmp_scale_cache: Tensor | None,
-        cmp_block_table: Tensor | None,
-        return_cmp_kv: bool,
-        ln_weight: Tensor | None,
-        ln_bias: Tensor | None,
-        ln_eps: float,
-        rope_slice: str,
-        second: Own | None = None,
-        **_: Any,
-    ) -> None:
-        size, shape = compressed.channels(wkv, coff), compressed.rows(x, cu_seqlens, cmp_ratio)
-        self.returned = return_cmp_kv
-        self.out = memory.empty((*shape, size) if return_cmp_kv else (0,), x.dtype, x.device)
+    def __init__(self, second: Own | None = None, **a: Unpack[Arguments]) -> None:
+        x, wkv, wgate, coff, ratio = a["x"], a["wkv"], a["wgate"], a["coff"], a["cmp_ratio"]
+        cu_seqlens, state_cache = a["cu_seqlens"], a["state_cache"]
+        state_table, table = a["state_block_table"], a["cmp_block_table"]
+        assert state_table is not None  # the check said so
+        size, shape = compressed.channels(wkv, coff), compressed.rows(x, cu_seqlens, ratio)
+        self.returned = a["return_cmp_kv"]
+        self.out = memory.empty((*shape, size) if self.returned else (0,), x.dtype, x.device)
         self.flat = x.reshape(-1, x.shape[-1])
         self.rows, self.depth = self.flat.shape
         packed = cu_seqlens is not None
         requests = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.nothing = self.rows * requests * size == 0
-        first = Own(wkv, wgate, state_cache, ape, norm_weight, cmp_cache, cmp_scale_cache)
+        caches = a["cmp_cache"], a["cmp_scale_cache"]
+        first = Own(wkv, wgate, state_cache, a["ape"], a["norm_weight"], *caches)
         self.owns = [first] if second is None else [first, second]
         self.sizes = [compressed.channels(own.wkv, coff) for own in self.owns]
         self.widths = [coff * each for each in self.sizes]
         self.sides = 1 if wgate is None else 2
-        self.norm = None if ln_weight is None else (ln_weight, ln_bias, ln_eps)
-        self.first = rope_slice == compressed.FIRST
-        self.ratio, self.entries = cmp_ratio, torch.Size(shape).numel()
+        self.norm = None if a["ln_weight"] is None else (a["ln_weight"], a["ln_bias"], a["ln_eps"])
+        self.first = a["rope_slice"] == compressed.FIRST
+        self.ratio, self.entries = ratio, torch.Size(shape).numel()
         self.pooled = memory.empty((self.entries, sum(self.sizes)), torch.float32, x.device)
-        self.stateful = state_cache.numel() * state_block_table.numel() > 0
-        self.storing = [_stores(own, cmp_block_table) for own in self.owns]
+        self.stateful = state_cache.numel() * state_table.numel() > 0
+        self.storing = [_stores(own, table) for own in self.owns]
         self._each = max(shape[-1], 1)
         self._tokens = dict(
             bounds=None if cu_seqlens is None else ragged.int32(cu_seqlens),
-            used=seqused,
-            starts=start_pos,
+            used=a["seqused"],
+            starts=a["start_pos"],
             tokens=self.rows if packed else x.shape[1],
             requests=requests,
-            ratio=cmp_ratio,
+            ratio=ratio,
             PACKED=packed,
         )
         self._states = dict(
-            ape=ape,
+            ape=a["ape"],
             next_ape=None if second is None else second.ape,
             size=size,
             next_size=sum(self.sizes[1:]),
             COFF=coff,
             state=state_cache if self.stateful else None,
             next_state=second.state_cache if self.stateful and second is not None else None,
-            table=state_block_table,
+            table=state_table,
             state_page=state_cache.stride(0),
             next_state_page=0 if second is None else second.state_cache.stride(0),
-            table_row=state_block_table.stride(0),
-            columns=state_block_table.shape[1],
+            table_row=state_table.stride(0),
+            columns=state_table.shape[1],
             pages=state_cache.shape[0],
             page=state_cache.shape[1],
-            RING=cache_mode == compressed.RING,
+            RING=a["cache_mode"] == compressed.RING,
         )
         sin = cos = None
-        turn = rotary_mode
-        if rope_sin is not None and rope_cos is not None:
-            sin, cos = (angles.flatten(0, -2) for angles in (rope_sin, rope_cos))
+        turn = a["rotary_mode"]
+        if a["rope_sin"] is not None and a["rope_cos"] is not None:
+            sin, cos = (angles.flatten(0, -2) for angles in (a["rope_sin"], a["rope_cos"]))
             if sin.stride(0) != cos.stride(0):
                 sin, cos = sin.contiguous(), cos.contiguous()
-            if rotary_mode == compressed.PAIRS and sin.shape[-1] == rope_head_dim:
+            if turn == compressed.PAIRS and sin.shape[-1] == a["rope_head_dim"]:
                 turn = FULL_PAIRS.value
-        table = cmp_block_table
         self._turning = dict(
             sin=sin,
             cos=cos,
             angle_row=0 if sin is None else sin.stride(0),
-            epsilon=norm_eps,
-            ROTARY=rope_head_dim,
+            epsilon=a["norm_eps"],
+            ROTARY=a["rope_head_dim"],
             TURN=turn,
             table=table,
             table_row=0 if table is None else table.stride(0),
@@ -944,8 +919,8 @@ def projected(call: Call, config: tune.Config) -> dict[str, bool]:
     )
 
 
-def forward(**arguments: Any) -> Tensor:
-    call = Call(**arguments)
+def forward(second: Own | None = None, **arguments: Unpack[Arguments]) -> Tensor:
+    call = Call(second, **arguments)
     if call.nothing:
         return call.out.zero_()
     config, parts = call.cut()

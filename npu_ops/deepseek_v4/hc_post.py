@@ -27,7 +27,7 @@ def blended(u, r0, r1, r2, r3, post, c0, c1, c2, c3):
 
 
 @triton.jit
-def _wide(at, there, WHOLE: tl.constexpr):
+def wide_tile(at, there, WHOLE: tl.constexpr):
     if WHOLE:
         tile = tl.load(at)
     else:
@@ -88,18 +88,18 @@ def blend(
         for first in range(work % groups * WIDTH, hidden, groups * WIDTH):
             there = d < hidden - first
             row = token * 4 * hidden + first
-            u = _wide(x + token * hidden + first + d, there, WHOLE)
+            u = wide_tile(x + token * hidden + first + d, there, WHOLE)
             y0 = p0 * u
             y1 = p1 * u
             y2 = p2 * u
             y3 = p3 * u
-            r = _wide(residual + row + d, there, WHOLE)
+            r = wide_tile(residual + row + d, there, WHOLE)
             y0, y1, y2, y3 = _further(y0, y1, y2, y3, r, c00, c01, c02, c03)
-            r = _wide(residual + row + hidden + d, there, WHOLE)
+            r = wide_tile(residual + row + hidden + d, there, WHOLE)
             y0, y1, y2, y3 = _further(y0, y1, y2, y3, r, c10, c11, c12, c13)
-            r = _wide(residual + row + 2 * hidden + d, there, WHOLE)
+            r = wide_tile(residual + row + 2 * hidden + d, there, WHOLE)
             y0, y1, y2, y3 = _further(y0, y1, y2, y3, r, c20, c21, c22, c23)
-            r = _wide(residual + row + 3 * hidden + d, there, WHOLE)
+            r = wide_tile(residual + row + 3 * hidden + d, there, WHOLE)
             y0, y1, y2, y3 = _further(y0, y1, y2, y3, r, c30, c31, c32, c33)
             to = out + row + d
             tl.store(to, y0.to(dtype), mask=there)

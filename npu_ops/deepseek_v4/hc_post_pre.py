@@ -27,22 +27,9 @@ def unsupported(residual: Tensor, **_: Any) -> str | None:
 def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     residual, hc_fn = a["residual"], a["hc_fn"]
     streams = memory.empty(residual.shape, residual.dtype, residual.device)
-    y, next_post, next_comb = outputs(residual, hc_fn)
+    gates = outputs(residual, hc_fn)
     if residual.numel():
         made = streams.flatten(0, -3)
-        partial = products(residual.flatten(0, -3), hc_fn, (a["x"], a["post"], a["comb"], made))
-        gated(
-            made,
-            partial,
-            hc_fn,
-            a["hc_scale"],
-            a["hc_base"],
-            a["hc_sinkhorn_iters"],
-            a["norm_eps"],
-            a["hc_eps"],
-            a["norm_weight"],
-            y,
-            next_post,
-            next_comb,
-        )
-    return streams, y, next_post, next_comb
+        behind = (a["x"], a["post"], a["comb"], made)
+        gated(made, products(residual.flatten(0, -3), hc_fn, behind), a, gates)
+    return streams, *gates

@@ -14,29 +14,22 @@ whole tiles.  How channels are cut into runs follows from the shapes alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
 from ...dispatch.common.hyper_connections import outputs
-from ..common import cores, entry, tiling, tune
+from ...dispatch.ops.deepseek_v4.hc_pre import Arguments, Gates
+from ..common import cores, entry, tiling, tune, tuples
 from ..common.front_end import extract_slice, get_element
-from .hc_post import blended
+from .hc_post import blended, wide_tile
 
 ROWS = 32  # of what `mix` leaves a run: products with the rows of hc_fn, then the sum of squares
-
-
-@triton.jit
-def _tile(at, there, WHOLE: tl.constexpr):
-    if WHOLE:
-        tile = tl.load(at)
-    else:
-        tile = tl.load(at, mask=there, other=0.0)
-    return tile.to(tl.float32)
 
 
 @triton.jit
@@ -113,11 +106,11 @@ def mix(
                 of_w = of_w & (d < hidden - k)[None]
             if BEHIND:
                 WHOLE: tl.constexpr = WHOLE_T and WHOLE_K
-                u = _tile(layer + (t * hidden)[:, None] + (k + d)[None], there, WHOLE)
-                r0 = _tile(x + row, there, WHOLE)
-                r1 = _tile(x + row + hidden, there, WHOLE)
-                r2 = _tile(x + row + 2 * hidden, there, WHOLE)
-                r3 = _tile(x + row + 3 * hidden, there, WHOLE)
+                u = wide_tile(layer + (t * hidden)[:, None] + (k + d)[None], there, WHOLE)
+                r0 = wide_tile(x + row, there, WHOLE)
+                r1 = wide_tile(x + row + hidden, there, WHOLE)
+                r2 = wide_tile(x + row + 2 * hidden, there, WHOLE)
+                r3 = wide_tile(x + row + 3 * hidden, there, WHOLE)
             for j in tl.static_range(4):
                 if BEHIND:
                     if j == 0:
@@ -132,7 +125,7 @@ def mix(
                     tl.store(streams + row + j * hidden, made, mask=there)
                     tile = made.to(tl.float32)
                 else:
-                    tile = _tile(x + row + j * hidden, there, WHOLE_T and WHOLE_K)
+                    tile = wide_tile(x + row + j * hidden, there, WHOLE_T and WHOLE_K)
                 w = tl.load(
                     fn + ((m * 4 + j) * hidden)[:, None] + (k + d)[None], mask=of_w, other=0.0
                 )
@@ -167,85 +160,101 @@ def _sweeps(logits, iters, eps):
     return comb
 
 
-@entry.jit(
-    do_not_specialize=[
-        "tokens", "each", "runs", "columns", "hidden", "iters", "norm_eps", "hc_eps",
-    ]
-)  # fmt: skip
+class Made(NamedTuple):
+    """What the layer takes, and the gates behind it."""
+
+    y: Tensor
+    post: Tensor
+    comb: Tensor
+
+
+class Sums(NamedTuple):
+    """How the products lie, and what becomes of them."""
+
+    runs: int
+    columns: int
+    hidden: int
+    iters: int
+    norm_eps: float
+    hc_eps: float
+
+
+class Gating(NamedTuple):
+    COUNT: tl.constexpr  # gates
+    NORM: tl.constexpr  # the layer takes a norm
+    LANES: tl.constexpr  # tokens at a time
+    WIDTH: tl.constexpr
+
+
+@tuples.jit(["tokens", "each"])
 def gates(
     x,
     partial,
     scale,
     base,
     weight,
-    y,
-    post,
-    comb,
+    made: Made,
     tokens,
     each,
-    runs,
-    columns,
-    hidden,
-    iters,
-    norm_eps,
-    hc_eps,
-    COUNT: tl.constexpr,
-    NORM: tl.constexpr,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    of: Sums,
+    C: Gating,
 ):
     """A program takes `each` tokens at a time, at most LANES."""
     m = tl.arange(0, 32)
     q = tl.arange(0, 4)
-    lane = tl.arange(0, LANES)
-    d = tl.arange(0, WIDTH)
+    lane = tl.arange(0, C.LANES)
+    d = tl.arange(0, C.WIDTH)
     e = tl.arange(0, 8)
     by = tl.load(scale)
-    beside = tl.load(base + e, mask=e < COUNT, other=0.0)[:, None]
-    if COUNT > 4:
+    beside = tl.load(base + e, mask=e < C.COUNT, other=0.0)[:, None]
+    if C.COUNT > 4:
         by = tl.where(e < 4, by, tl.load(scale + 1))[:, None]
         by_comb = tl.load(scale + 2)
         beside_comb = tl.load(base + 8 + tl.arange(0, 16))[:, None]
     for first in range(tl.program_id(0) * each, tokens, tl.num_programs(0) * each):
         count = tl.minimum(each, tokens - first)
         on = lane < count
-        at = partial + m[:, None] * columns + first + lane[None]
+        at = partial + m[:, None] * of.columns + first + lane[None]
         sums = tl.load(at, mask=on[None], other=0.0)
-        for run in range(1, runs):
-            sums += tl.load(at + run.to(tl.int64) * 32 * columns, mask=on[None], other=0.0)
-        squares = extract_slice(sums, (COUNT, 0), (1, LANES), (1, 1))
-        root = 1.0 / tl.sqrt(squares / (4 * hidden) + norm_eps)
-        logits = extract_slice(sums, (0, 0), (8, LANES), (1, 1)) * root * by + beside
+        for run in range(1, of.runs):
+            sums += tl.load(at + run.to(tl.int64) * 32 * of.columns, mask=on[None], other=0.0)
+        squares = extract_slice(sums, (C.COUNT, 0), (1, C.LANES), (1, 1))
+        root = 1.0 / tl.sqrt(squares / (4 * of.hidden) + of.norm_eps)
+        logits = extract_slice(sums, (0, 0), (8, C.LANES), (1, 1)) * root * by + beside
         opened = 1.0 / (1.0 + tl.exp(-logits))
-        pre = extract_slice(opened, (0, 0), (4, LANES), (1, 1)) + hc_eps
-        if COUNT > 4:
+        pre = extract_slice(opened, (0, 0), (4, C.LANES), (1, 1)) + of.hc_eps
+        if C.COUNT > 4:
             t = (first + lane).to(tl.int64)[:, None]
-            back = 2.0 * extract_slice(opened, (4, 0), (4, LANES), (1, 1))
-            tl.store(post + t * 4 + q[None], tl.trans(back), mask=on[:, None])
-            mixed = extract_slice(sums, (8, 0), (16, LANES), (1, 1)) * root * by_comb + beside_comb
-            mixed = _sweeps(mixed.reshape(4, 4, LANES), iters, hc_eps)
-            of_comb = comb + t[:, :, None] * 16 + q[None, :, None] * 4 + q[None, None]
+            back = 2.0 * extract_slice(opened, (4, 0), (4, C.LANES), (1, 1))
+            tl.store(made.post + t * 4 + q[None], tl.trans(back), mask=on[:, None])
+            mixed = (
+                extract_slice(sums, (8, 0), (16, C.LANES), (1, 1)) * root * by_comb + beside_comb
+            )
+            mixed = _sweeps(mixed.reshape(4, 4, C.LANES), of.iters, of.hc_eps)
+            of_comb = made.comb + t[:, :, None] * 16 + q[None, :, None] * 4 + q[None, None]
             # not as rows of 16: build 1.0.0 refuses them, turned and masked
             tl.store(of_comb, tl.permute(mixed, (2, 0, 1)), mask=on[:, None, None])
         for i in range(0, count):
             token = (first + i).to(tl.int64)
-            of_x = x + token * 4 * hidden
+            of_x = x + token * 4 * of.hidden
             p0 = get_element(pre, (0, i))
             p1 = get_element(pre, (1, i))
             p2 = get_element(pre, (2, i))
             p3 = get_element(pre, (3, i))
-            if NORM:
-                total = tl.zeros((WIDTH,), tl.float32)
-                for k in range(0, hidden, WIDTH):
-                    v = _collapsed(of_x + k, p0, p1, p2, p3, d, hidden, d < hidden - k, WIDTH)
+            if C.NORM:
+                total = tl.zeros((C.WIDTH,), tl.float32)
+                for k in range(0, of.hidden, C.WIDTH):
+                    v = _collapsed(
+                        of_x + k, p0, p1, p2, p3, d, of.hidden, d < of.hidden - k, C.WIDTH
+                    )
                     total += v * v
-                of_y = 1.0 / tl.sqrt(tl.sum(total, 0) / hidden + norm_eps)
-            for k in range(0, hidden, WIDTH):
-                v = _collapsed(of_x + k, p0, p1, p2, p3, d, hidden, d < hidden - k, WIDTH)
-                if NORM:
-                    v = v * of_y * tl.load(weight + k + d, mask=d < hidden - k, other=0.0)
-                to = y + token * hidden + k + d
-                tl.store(to, v.to(y.dtype.element_ty), mask=d < hidden - k)
+                of_y = 1.0 / tl.sqrt(tl.sum(total, 0) / of.hidden + of.norm_eps)
+            for k in range(0, of.hidden, C.WIDTH):
+                v = _collapsed(of_x + k, p0, p1, p2, p3, d, of.hidden, d < of.hidden - k, C.WIDTH)
+                if C.NORM:
+                    v = v * of_y * tl.load(weight + k + d, mask=d < of.hidden - k, other=0.0)
+                to = made.y + token * of.hidden + k + d
+                tl.store(to, v.to(made.y.dtype.element_ty), mask=d < of.hidden - k)
 
 
 def products(x: Tensor, fn: Tensor, behind: Sequence[Tensor] | None = None) -> Tensor:
@@ -289,20 +298,7 @@ def _tiles(tokens: int, behind: bool) -> tune.Config:
     return tune.choose("hc_pre.mix", tune.ranked(table, "TOKENS", min(tokens, tallest)), behind)
 
 
-def gated(
-    x: Tensor,
-    partial: Tensor,
-    hc_fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    hc_sinkhorn_iters: int,
-    norm_eps: float,
-    hc_eps: float,
-    norm_weight: Tensor | None,
-    y: Tensor,
-    post: Tensor,
-    comb: Tensor,
-) -> None:
+def gated(x: Tensor, partial: Tensor, of: Gates, made: tuple[Tensor, Tensor, Tensor]) -> None:
     """Of streams x [T, 4, h] and their products, into y, post and comb."""
     tokens, _, hidden = x.shape
     runs, _, columns = partial.shape
@@ -312,22 +308,20 @@ def gated(
     gates[(min(triton.cdiv(tokens, each), cores.vector()),)](
         x,
         partial,
-        hc_scale,
-        hc_base,
-        norm_weight,
-        y,
-        post,
-        comb,
+        of["hc_scale"],
+        of["hc_base"],
+        of["norm_weight"],
+        *made,
         tokens,
         each,
         runs,
         columns,
         hidden,
-        hc_sinkhorn_iters,
-        norm_eps,
-        hc_eps,
-        COUNT=hc_fn.shape[0],
-        NORM=norm_weight is not None,
+        of["hc_sinkhorn_iters"],
+        of["norm_eps"],
+        of["hc_eps"],
+        COUNT=of["hc_fn"].shape[0],
+        NORM=of["norm_weight"] is not None,
         **config.keywords,
     )
 
@@ -338,32 +332,10 @@ def unsupported(x: Tensor, **_: Any) -> str | None:
     return None
 
 
-def forward(
-    x: Tensor,
-    hc_fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    hc_sinkhorn_iters: int,
-    norm_eps: float,
-    hc_eps: float,
-    norm_weight: Tensor | None,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    y, post, comb = outputs(x, hc_fn)
+def forward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
+    x, hc_fn = a["x"], a["hc_fn"]
+    made = outputs(x, hc_fn)
     if x.numel():
         streams = x.flatten(0, -3)
-        gated(
-            streams,
-            products(streams, hc_fn),
-            hc_fn,
-            hc_scale,
-            hc_base,
-            hc_sinkhorn_iters,
-            norm_eps,
-            hc_eps,
-            norm_weight,
-            y,
-            post,
-            comb,
-        )
-    return y, post, comb
+        gated(streams, products(streams, hc_fn), a, made)
+    return made

@@ -404,19 +404,18 @@ def _index(w_idx_qb: Tensor, w_idx_proj: Tensor, weight_format: str) -> tuple[in
 class Call:
     """Of a prolog: its outputs, and what each launch takes besides its tiles."""
 
-    def __init__(self, **a: Unpack[Arguments]) -> None:
-        token_x, act_seqs, seqused = a["token_x"], a["act_seqs"], a["seqused"]
-        gamma_cq, gamma_kv, weight_format = a["gamma_cq"], a["gamma_kv"], a["weight_format"]
-        w_idx_qb, w_idx_proj = a["w_idx_qb"], a["w_idx_proj"]
-        ori_kv, ori_block_table = a["ori_kv"], a["ori_block_table"]
+    def __init__(self, **x: Unpack[Arguments]) -> None:
+        token_x, weight_format, cache = x["token_x"], x["weight_format"], x["ori_kv"]
+        w_idx_qb, w_idx_proj, act_seqs = x["w_idx_qb"], x["w_idx_proj"], x["act_seqs"]
         requests, steps, hidden = token_x.shape
         dtype, device = token_x.dtype, token_x.device
         self.rows = rows = requests * steps
-        self.rank, self.size = gamma_cq.shape[0], gamma_kv.shape[0]
-        self.heads = nz.columns_of(a["w_uq"], weight_format) // self.size
+        self._gamma_cq = x["gamma_cq"]
+        self.rank, self.size = x["gamma_cq"].shape[0], x["gamma_kv"].shape[0]
+        self.heads = nz.columns_of(x["w_uq"], weight_format) // self.size
         self.index_heads = self.index_size = 0
         self.x, self.weight_format = token_x.view(rows, hidden), weight_format
-        self.of_x, index_shape = [(a["w_dq"], self.rank), (a["w_kv"], self.size)], [[0], [0]]
+        self.of_x, index_shape = [(x["w_dq"], self.rank), (x["w_kv"], self.size)], [[0], [0]]
         if w_idx_qb is not None and w_idx_proj is not None:
             self.index_heads, self.index_size = _index(w_idx_qb, w_idx_proj, weight_format)
             self.of_x.append((w_idx_proj, self.index_heads))
@@ -424,34 +423,33 @@ class Call:
             index_shape = [[*front, self.index_size], front]
         self.query = memory.empty((requests, steps, self.heads, self.size), dtype, device)
         self.query_norm = memory.empty((requests, steps, self.rank), dtype, device)
-        self.query_index, self.weights = (memory.empty(x, dtype, device) for x in index_shape)
-        self.of_c = [(a["w_uq"], self.query.view(rows, self.heads * self.size))]
+        self.query_index, self.weights = (memory.empty(each, dtype, device) for each in index_shape)
+        self.of_c = [(x["w_uq"], self.query.view(rows, self.heads * self.size))]
         if w_idx_qb is not None:
             width = self.index_heads * self.index_size
             self.of_c.append((w_idx_qb, self.query_index.view(rows, width)))
         self._given = dict(
-            sin=a["rope_sin"],
-            cos=a["rope_cos"],
+            sin=x["rope_sin"],
+            cos=x["rope_cos"],
             act_seqs=act_seqs,
-            seqused=act_seqs if seqused is None else seqused,
+            seqused=act_seqs if x["seqused"] is None else x["seqused"],
             rows=rows,
             steps=steps,
-            epsilon=a["rms_norm_eps"],
+            epsilon=x["rms_norm_eps"],
             SIZE=self.size,
-            ROTARY=a["rope_sin"].shape[-1],
-            USED=seqused is not None,
+            ROTARY=x["rope_sin"].shape[-1],
+            USED=x["seqused"] is not None,
         )
-        columns = ori_block_table.shape[1]
+        columns = x["ori_block_table"].shape[1]
         self._window = dict(
-            table=ori_block_table if columns else act_seqs,
+            table=x["ori_block_table"] if columns else act_seqs,
             columns=columns,
-            pages=ori_kv.shape[0],
-            page=ori_kv.shape[1],
-            page_step=ori_kv.stride(0),
-            gamma_kv=gamma_kv,
-            cache=ori_kv,
+            pages=cache.shape[0],
+            page=cache.shape[1],
+            page_step=cache.stride(0),
+            gamma_kv=x["gamma_kv"],
+            cache=cache,
         )
-        self._gamma_cq = gamma_cq
 
     @property
     def outputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -508,7 +506,7 @@ class Call:
         return self.rows * (-(-self.heads // tile) + -(-self.index_heads // tile))
 
 
-def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(**arguments: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = Call(**arguments)
     if call.rows == 0:
         return call.outputs

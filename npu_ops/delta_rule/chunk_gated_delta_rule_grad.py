@@ -37,9 +37,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
 from ...dispatch.common.gated_delta import kind_of_rate
+from ...dispatch.ops.delta_rule.chunk_gated_delta_rule_grad import Arguments
 from ..common import cores, entry, tiling, tune
 from ..common.rates import of_beta
 from . import chunk_gated_delta_rule
@@ -579,20 +581,11 @@ def _only(kernel: str) -> dict[str, Any]:
     return tune.only(f"chunk_gated_delta_rule_grad.{kernel}").keywords
 
 
-def backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    d_out: Tensor,
-    d_final_state: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    actual_seq_lengths: Tensor | None,
-    scale: float | None,
-    g: Tensor | None,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(**a: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, d_out = a["query"], a["key"], a["value"], a["d_out"]
+    beta, g, initial_state = a["beta"], a["g"], a["initial_state"]
+    actual_seq_lengths, scale = a["actual_seq_lengths"], a["scale"]
+    how = a["use_beta_sigmoid_in_kernel"], a["allow_neg_eigval"]
     device, dtype, wide = value.device, value.dtype, torch.float32
 
     def like(x: Tensor | None) -> Tensor:
@@ -639,7 +632,7 @@ def backward(
         q, k, dq, dk = (x[:, here] for x in (query, key, d_query, d_key))
         v, o, dv = (x[:, there] for x in (value, d_out, d_value))
         rate, gate, initial, final = (
-            None if x is None else x[:, there] for x in (beta, g, initial_state, d_final_state)
+            None if x is None else x[:, there] for x in (beta, g, initial_state, a["d_final_state"])
         )
         d_rate, d_gate, d_start = (
             x if x.ndim == 1 else x[:, there] for x in (d_beta, d_g, d_initial)
@@ -708,7 +701,7 @@ def backward(
             KEY=key_size,
             VALUE_HEADS=values,
             VARLEN=varlen,
-            BETA=kind_of_rate(rate, use_beta_sigmoid_in_kernel, allow_neg_eigval),
+            BETA=kind_of_rate(rate, *how),
             GATE=gate is not None,
             APART=True,
             **tune.only("chunk_gated_delta_rule.triangles").keywords,
@@ -868,7 +861,7 @@ def backward(
                 values,
                 d_rate.stride(0),
                 d_gate.stride(0),
-                BETA=kind_of_rate(rate, use_beta_sigmoid_in_kernel, allow_neg_eigval),
+                BETA=kind_of_rate(rate, *how),
                 GATE=gate is not None,
                 **_only("gates"),
             )

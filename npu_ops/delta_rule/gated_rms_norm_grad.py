@@ -10,6 +10,7 @@ A core keeps its own sums for the weight, one group after the other; torch adds 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,35 +19,33 @@ from torch import Tensor
 
 from ...dispatch.common import memory
 from ...dispatch.common.gated_norm import rows_of
-from ..common import cores, entry
+from ..common import cores, tuples
+from ..common.cores import tiled
 from . import gated_rms_norm as norm
 
 _KERNEL = "gated_rms_norm_grad.through"
 unsupported = partial(norm.unsupported, kernel=_KERNEL)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "outer", "heads", "epsilon", "x_outer", "x_head", "g_outer", "g_head", "o_outer", "o_head",
-    ]
-)  # fmt: skip
+class Gradients(NamedTuple):
+    """Where they go; those of the weight, summed by program."""
+
+    x: Tensor
+    gate: Tensor
+    weight: Tensor
+
+
+@tuples.jit()
 def through(
     x,
     gate,
     weight,
     d_out,
-    dx,
-    d_gate,
-    sums,
-    outer,
-    heads,
-    epsilon,
-    x_outer,
-    x_head,
-    g_outer,
-    g_head,
-    o_outer,
-    o_head,
+    into: Gradients,
+    of: norm.Rows,
+    x_stride: norm.Strides,
+    g_stride: norm.Strides,
+    o_stride: norm.Strides,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     BEFORE: tl.constexpr,
@@ -54,22 +53,27 @@ def through(
     ROWS: tl.constexpr,
 ):
     d = tl.arange(0, GROUP)
-    r = tl.arange(0, ROWS)
-    tiles = (heads + ROWS - 1) // ROWS
+    r, tiles = tiled(of.heads, ROWS)
     for first in range(0, D, GROUP):
         w = tl.load(weight + first + d).to(tl.float32)
         total = tl.zeros((GROUP,), tl.float32)
-        for work in range(tl.program_id(0), outer * tiles, tl.num_programs(0)):
+        for work in range(tl.program_id(0), of.outer * tiles, tl.num_programs(0)):
             a = (work // tiles).to(tl.int64)
             head = work % tiles * ROWS
-            on = (r < heads - head)[:, None]
+            on = (r < of.heads - head)[:, None]
             h = head.to(tl.int64)
-            of_x = x + a * x_outer + h * x_head + first
-            of_g = gate + a * g_outer + h * g_head + first
-            of_o = d_out + a * o_outer + h * o_head + first
-            u = tl.load(of_x + r[:, None] * x_head + d[None], mask=on, other=0.0).to(tl.float32)
-            z = tl.load(of_g + r[:, None] * g_head + d[None], mask=on, other=0.0).to(tl.float32)
-            grad = tl.load(of_o + r[:, None] * o_head + d[None], mask=on, other=0.0).to(tl.float32)
+            of_x = x + a * x_stride.outer + h * x_stride.head + first
+            of_g = gate + a * g_stride.outer + h * g_stride.head + first
+            of_o = d_out + a * o_stride.outer + h * o_stride.head + first
+            u = tl.load(of_x + r[:, None] * x_stride.head + d[None], mask=on, other=0.0).to(
+                tl.float32
+            )
+            z = tl.load(of_g + r[:, None] * g_stride.head + d[None], mask=on, other=0.0).to(
+                tl.float32
+            )
+            grad = tl.load(of_o + r[:, None] * o_stride.head + d[None], mask=on, other=0.0).to(
+                tl.float32
+            )
             share = 1.0 / (1.0 + tl.exp(-z))
             slope = share * (1.0 - share)
             opened = share
@@ -77,7 +81,7 @@ def through(
                 slope = share + z * slope
                 opened = z * share
             if BEFORE:
-                scale = 1.0 / tl.sqrt(tl.sum(u * u, 1) / GROUP + epsilon)
+                scale = 1.0 / tl.sqrt(tl.sum(u * u, 1) / GROUP + of.epsilon)
                 n = u * scale[:, None]
                 z_grad = grad * w[None] * n * slope
                 grad = grad * opened
@@ -87,7 +91,7 @@ def through(
                 x_grad = (dn - n * share_n[:, None]) * scale[:, None]
             else:
                 v = u * opened
-                scale = 1.0 / tl.sqrt(tl.sum(v * v, 1) / GROUP + epsilon)
+                scale = 1.0 / tl.sqrt(tl.sum(v * v, 1) / GROUP + of.epsilon)
                 n = v * scale[:, None]
                 total += tl.sum(grad * n, 0)
                 dn = grad * w[None]
@@ -95,10 +99,10 @@ def through(
                 dv = (dn - n * share_n[:, None]) * scale[:, None]
                 x_grad = dv * opened
                 z_grad = dv * u * slope
-            to = (a * heads + h) * D + first + r[:, None] * D + d[None]
-            tl.store(dx + to, x_grad.to(dx.dtype.element_ty), mask=on)
-            tl.store(d_gate + to, z_grad.to(d_gate.dtype.element_ty), mask=on)
-        tl.store(sums + tl.program_id(0) * D + first + d, total)
+            to = (a * of.heads + h) * D + first + r[:, None] * D + d[None]
+            tl.store(into.x + to, x_grad.to(into.x.dtype.element_ty), mask=on)
+            tl.store(into.gate + to, z_grad.to(into.gate.dtype.element_ty), mask=on)
+        tl.store(into.weight + tl.program_id(0) * D + first + d, total)
 
 
 def backward(
@@ -136,10 +140,7 @@ def backward(
         *x.stride()[:2],
         *gate.stride()[:2],
         *d_out.stride()[:2],
-        D=size,
-        GROUP=group,
-        BEFORE=norm_before_gate,
-        SILU=activation != "sigmoid",
+        **norm.constants(size, group, norm_before_gate, activation),
         **config.keywords,
     )
     return dx, d_gate, sums.sum(0).to(weight.dtype)

@@ -198,12 +198,13 @@ def advance(
 
 
 def forward(**x: Unpack[Arguments]) -> Tensor:
-    z, a, b, states = x["z"], x["a"], x["b"], x["states"]
+    z, b, scale, lower_bound = x["z"], x["b"], x["scale"], x["lower_bound"]
+    conv_states, conv_weight, states = x["conv_states"], x["conv_weight"], x["states"]
     B, T, H, K = z.shape
     out = memory.empty(z.shape, z.dtype, z.device)
     if out.numel() == 0:
         return out
-    a = a.view(B, T, H, K)
+    a = x["a"].view(B, T, H, K)
     fitting = [
         config
         for config in tune.TABLE[_KERNEL]
@@ -212,8 +213,8 @@ def forward(**x: Unpack[Arguments]) -> Tensor:
     config = tune.choose(_KERNEL, fitting, K)
     advance[(min(B * H, cores.vector()),)](
         x["mixed_qkv"],
-        x["conv_states"],
-        x["conv_weight"].contiguous(),
+        conv_states,
+        conv_weight.contiguous(),
         x["conv_bias"],
         x["state_indices"],
         states,
@@ -226,13 +227,13 @@ def forward(**x: Unpack[Arguments]) -> Tensor:
         out,
         x["softplus_beta"],
         x["softplus_threshold"],
-        0.0 if x["lower_bound"] is None else x["lower_bound"],
-        K**-0.5 if x["scale"] is None else x["scale"],
+        0.0 if lower_bound is None else lower_bound,
+        K**-0.5 if scale is None else scale,
         x["epsilon"],
         B,
         states.shape[0],
         x["mixed_qkv"].stride(0),
-        *x["conv_states"].stride()[:2],
+        *conv_states.stride()[:2],
         states.stride(0),
         a.stride(0),
         a.stride(2),
@@ -241,10 +242,10 @@ def forward(**x: Unpack[Arguments]) -> Tensor:
         z.stride(2),
         HEADS=H,
         KEY=K,
-        W=x["conv_weight"].shape[0],
-        L=x["conv_states"].shape[1],
+        W=conv_weight.shape[0],
+        L=conv_states.shape[1],
         VALUE_FIRST=x["state_layout"] == "vk",
-        BOUNDED=x["lower_bound"] is not None,
+        BOUNDED=lower_bound is not None,
         NEG=x["allow_neg_eigval"],
         SILU=x["gate_activation"] != "sigmoid",
         STORE=not x["disable_state_update"],

@@ -22,8 +22,8 @@ from typing_extensions import Unpack
 from ...dispatch.common import memory
 from ...dispatch.common.packed import block_within, ends
 from ...dispatch.ops.indexer.block_indexer import Arguments
-from ..common import cores, entry, ragged, tiling, tune
-from ..common.ragged import PAGED, visible
+from ..common import cores, ragged, tiling, tune, tuples
+from ..common.ragged import PAGED, Pages, Requests, pages_of, visible
 from .lightning_indexer import topk
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -31,34 +31,16 @@ _FORCED = tl.constexpr(3.4028234663852886e38)  # of a block that is always chose
 _MOST = tl.constexpr(3.402823263561193e38)  # the number below, of others
 
 
-@entry.jit(
-    do_not_specialize=[
-        "first",
-        "rows",
-        "pieces",
-        "block",
-        "step",
-        "init",
-        "local",
-        "query_row",
-        "query_head",
-        "key_row",
-        "requests",
-        "tokens",
-        "reach",
-        "table_stride",
-        "pages",
-        "page",
-        "page_rows",
-        "heads",
+@tuples.jit(
+    [
+        *("first", "rows", "pieces", "block", "step", "init", "local", "query_row", "query_head"),
+        *("key_row", "heads"),
     ]
 )
 def scores(
     query,
     key,
     table,
-    query_lengths,
-    key_lengths,
     out,
     counts,
     first,
@@ -71,13 +53,8 @@ def scores(
     query_row,
     query_head,
     key_row,
-    requests,
-    tokens,
-    reach,
-    table_stride,
-    pages,
-    page,
-    page_rows,
+    of: Requests,
+    pages: Pages,
     heads,
     DIM: tl.constexpr,
     VALUES: tl.constexpr,
@@ -90,24 +67,12 @@ def scores(
     r = tl.arange(0, KEY_TILE)
     d = tl.arange(0, DIM)
     tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
-    wide = (reach + block - 1) // block
+    wide = (of.reach + block - 1) // block
     for unit in range(tl.program_id(0), rows * tiles * pieces, tl.num_programs(0)):
         piece = unit % pieces
         h = unit // pieces % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
         row = unit // pieces // tiles
-        request, _, limit = visible(
-            first + row,
-            query_lengths,
-            key_lengths,
-            requests,
-            tokens,
-            reach,
-            True,
-            True,
-            PAGED,
-            True,
-            True,
-        )
+        request, _, limit = visible(first + row, *of, True, True, PAGED, True, True)
         blocks = (limit + block - 1) // block
         if unit % (pieces * tiles) == 0:
             for head in range(0, heads):
@@ -116,16 +81,16 @@ def scores(
         q = tl.load(
             of_query + h[:, None] * query_head + d[None], mask=(h < heads)[:, None], other=0
         )
-        of_table = table + request.to(tl.int64) * table_stride
+        of_table = table + request.to(tl.int64) * pages.stride
         for w in range(blocks * piece // pieces, blocks * (piece + 1) // pieces):
             best = tl.full((HEAD_TILE,), float("-inf"), tl.float32)
             for part in range(0, tl.minimum(block, limit - w * block), step):
                 position = w * block + part
-                column = position // page
+                column = position // pages.size
                 number = tl.load(of_table + column)
-                there = (number >= 0) & (number < pages)
+                there = (number >= 0) & (number < pages.count)
                 inside = tl.where(there, tl.minimum(limit - position, step), 0)
-                begin = number.to(tl.int64) * page_rows + position - column * page
+                begin = number.to(tl.int64) * pages.rows + position - column * pages.size
                 from_key = key + (begin + r)[:, None] * key_row + d[None]
                 k = tl.load(from_key, mask=(r < inside)[:, None], other=0)
                 z = tl.dot(k, tl.trans(q)).to(tl.float32)  # [KEY_TILE, HEAD_TILE]
@@ -205,14 +170,11 @@ def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
             query_row=query.stride(0),
             query_head=query.stride(1),
             key_row=ragged.row_stride(key),
-            table_stride=plan.table.stride(0),
-            pages=key.shape[0],
-            page=page,
-            page_rows=ragged.page_rows(key),
+            **pages_of(key, plan.table),
             heads=heads,
             DIM=size,
             VALUES=wanted,
-            **plan.arguments,
+            **plan.requests,
             **product.keywords,
         )
         of_heads = found[:rows].permute(2, 0, 1).contiguous()

@@ -10,7 +10,7 @@ row_loss   vector cores    both distributions of a row and the loss
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry, ragged, tiling, tune
+from ..common import cores, entry, ragged, tiling, tune, tuples
+from ..common.cores import tiled
 from ..common.front_end import get_element
 from ..sparse_attention.sparse_flash_attention import pair, put
 
@@ -199,10 +200,10 @@ def head_sums(
     """target [tiles of heads, tokens, K]: the queries of a tile stay in L1."""
     d = tl.arange(0, DIM)
     j = tl.arange(0, KEY_TILE)
-    tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
+    head, tiles = tiled(heads, HEAD_TILE)
     for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
         row = work // tiles
-        h = work % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
+        h = work % tiles * HEAD_TILE + head
         batch = ((first + row) // length).to(tl.int64)
         i = (first + row) % length
         last = tl.minimum(offset + i, keys - 1)
@@ -244,11 +245,35 @@ def distributions(target, score, ok):
     return target / tl.where(total > 0, total, 1.0), e / tl.where(total_e > 0, total_e, 1.0)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "tokens", "count", "length", "keys", "offset", "eps", "s_batch", "s_row", "i_batch", "i_row"
-    ]
-)  # fmt: skip
+class Chunk(NamedTuple):
+    """Queries of a request, its keys, and which of these the first query sees last."""
+
+    length: int
+    keys: int
+    offset: int
+
+
+class Strides(NamedTuple):
+    batch: int
+    row: int
+
+
+@triton.jit
+def at_token(token, length, batch_stride, row_stride):
+    """Where the row of a token lies."""
+    batch = (token // length).to(tl.int64)
+    return batch * batch_stride + (token % length).to(tl.int64) * row_stride
+
+
+@triton.jit
+def scored(score, indices, token, j, count, length, keys, offset):
+    """(a row's scores, 1.0 where they count): `score` and `indices` are the row's."""
+    last = tl.minimum(offset + token % length, keys - 1)
+    ok = usable(tl.load(indices + j, mask=j < count, other=-1), last)
+    return tl.load(score + j, mask=j < count, other=0.0).to(tl.float32), ok
+
+
+@tuples.jit(["tokens", "count", "eps"])
 def row_loss(
     score,
     indices,
@@ -256,29 +281,28 @@ def row_loss(
     loss,
     tokens,
     count,
-    length,
-    keys,
-    offset,
     eps,
-    s_batch,
-    s_row,
-    i_batch,
-    i_row,
+    of: Chunk,
+    s_stride: Strides,
+    i_stride: Strides,
     WIDTH: tl.constexpr,
 ):
     j = tl.arange(0, WIDTH)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        batch = (token // length).to(tl.int64)
-        i = token % length
-        last = tl.minimum(offset + i, keys - 1)
-        of_indices = indices + batch * i_batch + i.to(tl.int64) * i_row
-        of_score = score + batch * s_batch + i.to(tl.int64) * s_row
-        ok = usable(tl.load(of_indices + j, mask=j < count, other=-1), last)
-        x = tl.load(of_score + j, mask=j < count, other=0.0).to(tl.float32)
+        of_indices = indices + at_token(token, of.length, *i_stride)
+        of_score = score + at_token(token, of.length, *s_stride)
+        x, ok = scored(of_score, of_indices, token, j, count, *of)
         p = tl.load(target + token.to(tl.int64) * count + j, mask=j < count, other=0.0)
         p, r = distributions(p, x, ok)
         terms = (p + eps) * (tl.log(p + eps) - tl.log(r + eps))
         tl.store(loss + token, tl.sum(tl.where(ok > 0, terms, 0.0), 0))
+
+
+def not_in_16s(size: int, rope: int) -> str | None:
+    """Why heads are not multiplied, or None."""
+    if size % 16 or rope % 16:
+        return f"head sizes {size} and {rope}, the cube unit takes multiples of 16"
+    return None
 
 
 def unsupported(
@@ -291,8 +315,8 @@ def unsupported(
     if reason := tiling.not_multiplied(query=query):
         return reason
     size, rope = query.shape[-1], 0 if query_rope is None else query_rope.shape[-1]
-    if size % 16 or rope % 16:
-        return f"head sizes {size} and {rope}, the cube unit takes multiples of 16"
+    if reason := not_in_16s(size, rope):
+        return reason
     if key.shape[1] > ragged.LONGEST:
         return f"{key.shape[1]} keys, the kernel reaches {ragged.LONGEST}"
     return too_wide(index_score) or tiling.matmul_overflow(64, 128, size + rope)
@@ -411,10 +435,10 @@ def forward(
         loss,
         tokens,
         count,
+        eps,
         length,
         keys,
         offset,
-        eps,
         *index_score.stride()[:2],
         *indices.stride()[:2],
         **tune.at_least("indexer_loss.row_loss", "WIDTH", count).keywords,

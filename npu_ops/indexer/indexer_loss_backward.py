@@ -11,16 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry, ragged, tune
-from .indexer_loss import distributions, too_wide, usable
+from ..common import cores, ragged, tune, tuples
+from .indexer_loss import Chunk, Strides, at_token, distributions, scored, too_wide
 
 
-@entry.jit(
-    do_not_specialize=[
-        "tokens", "count", "length", "keys", "offset", "s_batch", "s_row", "i_batch", "i_row",
-        "t_batch", "t_row",
-    ]
-)  # fmt: skip
+@tuples.jit(["tokens", "count"])
 def row_grad(
     grad_loss,
     score,
@@ -29,27 +24,18 @@ def row_grad(
     grad,
     tokens,
     count,
-    length,
-    keys,
-    offset,
-    s_batch,
-    s_row,
-    i_batch,
-    i_row,
-    t_batch,
-    t_row,
+    of: Chunk,
+    s_stride: Strides,
+    i_stride: Strides,
+    t_stride: Strides,
     WIDTH: tl.constexpr,
 ):
     j = tl.arange(0, WIDTH)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        batch = (token // length).to(tl.int64)
-        i = token % length
-        last = tl.minimum(offset + i, keys - 1)
-        of_indices = indices + batch * i_batch + i.to(tl.int64) * i_row
-        of_score = score + batch * s_batch + i.to(tl.int64) * s_row
-        of_target = target + batch * t_batch + i.to(tl.int64) * t_row
-        ok = usable(tl.load(of_indices + j, mask=j < count, other=-1), last)
-        x = tl.load(of_score + j, mask=j < count, other=0.0).to(tl.float32)
+        of_indices = indices + at_token(token, of.length, *i_stride)
+        of_score = score + at_token(token, of.length, *s_stride)
+        of_target = target + at_token(token, of.length, *t_stride)
+        x, ok = scored(of_score, of_indices, token, j, count, *of)
         p = tl.load(of_target + j, mask=j < count, other=0.0)
         p, r = distributions(p, x, ok)
         g = (r - p) * tl.load(grad_loss + token)

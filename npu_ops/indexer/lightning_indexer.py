@@ -30,8 +30,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.indexer.lightning_indexer import Arguments, Selection
 from ..common import cores, entry, ragged, tiling, tune, tuples
 from ..common.front_end import extract_slice, get_element, sort
 from ..common.ragged import (
@@ -867,84 +869,46 @@ def _tokens(reach: int, cmp_ratio: int) -> int:
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    sparse_count: int,
-    sparse_mode: int,
-    pre_tokens: int,
-    next_tokens: int,
-    return_value: bool,
-    cmp_ratio: int,
-    select_tail: bool,
-    value_dtype: torch.dtype | None = None,
+    value_dtype: torch.dtype | None = None, **x: Unpack[Arguments]
 ) -> tuple[Tensor, Tensor]:
     """Values in the dtype of `query`, unless another is asked for."""
-    return select(
-        query,
-        key,
-        weights,
-        None,
-        None,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
-        block_table,
-        layout_query,
-        layout_key,
-        sparse_count,
-        sparse_mode,
-        cmp_ratio,
-        select_tail,
-        (value_dtype or query.dtype) if return_value else None,
-    )
+    wanted = (value_dtype or x["query"].dtype) if x["return_value"] else None
+    return select(x, None, None, wanted)
 
 
 def select(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
+    x: Selection,
     query_scale: Tensor | None,
     key_scale: Tensor | None,
-    lengths_query: Tensor | None,
-    lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    count: int,
-    sparse_mode: int,
-    cmp_ratio: int,
-    select_tail: bool,
     value_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """(indices, values of `value_dtype`, or none)"""
-    plan = ragged.plan(
-        query, key, lengths_query, lengths_key, block_table, layout_query, layout_key, sparse_mode
-    )
+    query, key, count, cmp_ratio = x["query"], x["key"], x["sparse_count"], x["cmp_ratio"]
+    lengths = x["actual_seq_lengths_query"], x["actual_seq_lengths_key"]
+    layouts = x["layout_query"], x["layout_key"]
+    plan = ragged.plan(query, key, *lengths, x["block_table"], *layouts, x["sparse_mode"])
     shape = [*query.shape[:-2], 1, count]
     indices = memory.empty(shape, torch.int32, query.device)
     wanted = value_dtype is not None
     chosen = memory.empty(shape if wanted else [0], value_dtype or query.dtype, query.device)
     reach = _tokens(plan.reach, cmp_ratio)  # of lengths
-    ending = partial(_with_tail, indices, chosen, plan, reach, cmp_ratio) if select_tail else None
+    ending = None
+    if x["select_tail"]:
+        ending = partial(_with_tail, indices, chosen, plan, reach, cmp_ratio)
     if plan.rows == 0 or plan.reach == 0 or key.numel() == 0:
         indices.fill_(-1)
         chosen.zero_()
         return ending() if ending else (indices, chosen)
 
-    q, w = query.flatten(0, -3), weights.flatten(0, -2)
+    q, w = query.flatten(0, -3), x["weights"].flatten(0, -2)
     of_query = w if query_scale is None else query_scale.flatten(0, -2)
     of_key = w if key_scale is None else key_scale
-    page = key.shape[-3] if layout_key == "PA_BSND" else 0
+    page = key.shape[-3] if x["layout_key"] == "PA_BSND" else 0
     product = _tiles(plan, page, q, w, of_query)
     each = product.tiles["TOKENS"]
     step = min(product.tiles["KEY_TILE"], page or product.tiles["KEY_TILE"])
     plan.arguments["reach"] = reach
-    lengths = {name: plan.arguments[name] for name in ("query_lengths", "requests", "tokens")}
+    of_tokens = {name: plan.arguments[name] for name in ("query_lengths", "requests", "tokens")}
     packed = {name: plan.flags[name] for name in ("Q_TND", "Q_LENGTHS")} | {"TOKENS": each}
     room, aims = _candidates(count, plan.reach)
     packing = tune.only("lightning_indexer.topk")
@@ -1040,7 +1004,7 @@ def select(
                 wide=wide,
                 groups=groups,
                 chosen=count,
-                **lengths,
+                **of_tokens,
                 **packed,
                 **tune.only("lightning_indexer.values").keywords,
             )

@@ -23,23 +23,26 @@ from torch import Tensor
 
 from ...dispatch.common import memory
 from ..common import cores, ragged, tiling, tune, tuples
-from ..common.ragged import TND, Layout, Strides, keys_of, tokens_of, visible
+from ..common.ragged import (
+    TND,
+    Layout,
+    Requests,
+    Strides,
+    among,
+    key_rows,
+    keys_of,
+    tokens_of,
+    visible,
+)
 from .indexer_loss import usable
 
 LOW = tl.constexpr(128)  # positions in a row of a tile of `spread`
 
 
-@tuples.jit(
-    [
-        *("first", "rows", "count", "wide", "indices_row", "dy_row"),
-        *("requests", "tokens", "reach"),
-    ]
-)
+@tuples.jit(["first", "rows", "count", "wide", "indices_row", "dy_row"])
 def spread(
     dy,
     indices,
-    query_lengths,
-    key_lengths,
     g,
     first,
     rows,
@@ -47,9 +50,7 @@ def spread(
     wide,
     indices_row,
     dy_row,
-    requests,
-    tokens,
-    reach,
+    of: Requests,
     layout: Layout,
     HIGH_TILE: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -66,15 +67,7 @@ def spread(
     for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
         row = work // tiles
         tile = work % tiles * HIGH_TILE
-        _, _, limit = visible(
-            first + row,
-            query_lengths,
-            key_lengths,
-            requests,
-            tokens,
-            reach,
-            *layout,
-        )
+        _, _, limit = visible(first + row, *of, *layout)
         selected = indices + (first + row).to(tl.int64) * indices_row
         of_row = dy + (first + row).to(tl.int64) * dy_row
         acc = tl.zeros((HIGH_TILE, LOW), tl.float32)
@@ -95,19 +88,12 @@ def spread(
         tl.store(to + h[:, None] * LOW + p[None], acc)
 
 
-@tuples.jit(
-    [
-        *("first", "rows", "wide", "heads", "weights_row", "key_row", "page_rows"),
-        *("requests", "tokens", "reach"),
-    ]
-)
+@tuples.jit(["first", "rows", "wide", "heads", "weights_row", "key_row", "page_rows"])
 def grad_keys(
     query,
     key,
     weights,
     g,
-    query_lengths,
-    key_lengths,
     d_key,
     first,
     rows,
@@ -117,9 +103,7 @@ def grad_keys(
     weights_row,
     key_row,
     page_rows,
-    requests,
-    tokens,
-    reach,
+    of: Requests,
     layout: Layout,
     DIM: tl.constexpr,
     HEAD_TILE: tl.constexpr,
@@ -129,27 +113,19 @@ def grad_keys(
     launches outside: a load of earlier sums keeps the vector units from sharing the tile."""
     p = tl.arange(0, KEY_TILE)
     d = tl.arange(0, DIM)
-    turn = tl.program_id(0)
-    turns = tl.num_programs(0)
+    turn, turns = tl.program_id(0), tl.num_programs(0)
     steps_of_token = (heads + HEAD_TILE - 1) // HEAD_TILE
-    for request in range(0, requests):
+    for request in range(0, of.requests):
         token, count = tokens_of(
-            request, query_lengths, requests, tokens, layout.Q_TND, layout.Q_LENGTHS
+            request, of.query_lengths, of.requests, of.tokens, layout.Q_TND, layout.Q_LENGTHS
         )
-        start, keys = keys_of(request, key_lengths, reach, layout.KEYS, layout.K_LENGTHS)
-        # the tokens of this request among those of this launch
-        low = tl.maximum(first - token, 0)
-        high = tl.minimum(count, first + rows - token)
+        start, keys = keys_of(request, of.key_lengths, of.reach, layout.KEYS, layout.K_LENGTHS)
+        low, high = among(token, count, first, rows)
         tiles = tl.where(high > low, (keys + KEY_TILE - 1) // KEY_TILE, 0)
         for tile in range(turn, tiles, turns):
             position = tile * KEY_TILE
+            row, to = key_rows(request, start, position, page_rows, of.reach, layout.KEYS)
             there = (p < keys - position)[:, None]
-            if layout.KEYS == TND:
-                row = (start + position).to(tl.int64)
-                to = row
-            else:
-                row = request.to(tl.int64) * page_rows + position
-                to = request.to(tl.int64) * reach + position
             k = tl.load(key + (row + p)[:, None] * key_row + d[None], mask=there, other=0.0)
             begin = low
             if layout.CAUSAL:
@@ -173,19 +149,12 @@ def grad_keys(
         turn = ((turn - tiles) % turns + turns) % turns
 
 
-@tuples.jit(
-    [
-        *("first", "rows", "wide", "heads", "weights_row", "key_row", "page_rows"),
-        *("requests", "tokens", "reach"),
-    ]
-)
+@tuples.jit(["first", "rows", "wide", "heads", "weights_row", "key_row", "page_rows"])
 def grad_query(
     query,
     key,
     weights,
     g,
-    query_lengths,
-    key_lengths,
     d_query,
     d_weights,
     first,
@@ -196,9 +165,7 @@ def grad_query(
     weights_row,
     key_row,
     page_rows,
-    requests,
-    tokens,
-    reach,
+    of: Requests,
     layout: Layout,
     DIM: tl.constexpr,
     HEAD_TILE: tl.constexpr,
@@ -211,15 +178,7 @@ def grad_query(
         row = work // tiles
         token = (first + row).to(tl.int64)
         h = work % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
-        request, start, limit = visible(
-            first + row,
-            query_lengths,
-            key_lengths,
-            requests,
-            tokens,
-            reach,
-            *layout,
-        )
+        request, start, limit = visible(first + row, *of, *layout)
         if layout.KEYS == TND:
             origin = start.to(tl.int64)
         else:
@@ -285,7 +244,7 @@ def spread_over(
         wide=g.shape[1],
         indices_row=indices.stride(0),
         dy_row=dy_row,
-        **plan.arguments,
+        **plan.requests,
         **plan.flags,
         **tune.only("lightning_indexer_grad.spread").keywords,
     )
@@ -347,7 +306,7 @@ def backward(
             g,
             d_key=part,
             **shared,
-            **plan.arguments,
+            **plan.requests,
             **plan.flags,
             **products.keywords,
         )
@@ -361,7 +320,7 @@ def backward(
             d_query=d_query,
             d_weights=d_weights,
             **shared,
-            **plan.arguments,
+            **plan.requests,
             **plan.flags,
             **tune.at_least("lightning_indexer_grad.grad_query", "HEAD_TILE", heads, dim).keywords,
         )

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import quantized
+from ...dispatch.ops.indexer.quant_lightning_indexer import Arguments
 from ..common import tiling
 from . import lightning_indexer
 
@@ -41,42 +43,9 @@ def scored(**arguments: Any) -> tuple[Tensor, Tensor]:
     return selected(True, **arguments)
 
 
-def selected(
-    scored: bool,
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    query_dequant_scale: Tensor | None,
-    key_dequant_scale: Tensor,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    sparse_count: int,
-    sparse_mode: int,
-    query_dtype: int | None,
-    key_dtype: int | None,
-    cmp_ratio: int,
-    select_tail: bool,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
+def selected(scored: bool, **x: Unpack[Arguments]) -> tuple[Tensor, Tensor]:
     """(indices, their scores in float32, or none)"""
-    query, key = quantized.typed(query, query_dtype), quantized.typed(key, key_dtype)
-    return lightning_indexer.select(
-        query,
-        key,
-        weights,
-        query_dequant_scale,
-        key_dequant_scale,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
-        block_table,
-        layout_query,
-        layout_key,
-        sparse_count,
-        sparse_mode,
-        cmp_ratio,
-        select_tail,
-        torch.float32 if scored else None,
-    )
+    x["query"] = quantized.typed(x["query"], x["query_dtype"])
+    x["key"] = quantized.typed(x["key"], x["key_dtype"])
+    scales = x["query_dequant_scale"], x["key_dequant_scale"]
+    return lightning_indexer.select(x, *scales, torch.float32 if scored else None)

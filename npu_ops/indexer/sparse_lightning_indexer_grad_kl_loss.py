@@ -18,8 +18,6 @@ and lightning_indexer_grad takes d down to the indexer's inputs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -28,9 +26,10 @@ from typing_extensions import Unpack
 from ...dispatch.common import memory
 from ...dispatch.ops.indexer.sparse_lightning_indexer_grad_kl_loss import Arguments
 from ..common import cores, entry, ragged, tiling, tune
-from ..sparse_attention.sparse_flash_attention import gather, resolved
+from ..common.cores import tiled
+from ..sparse_attention.sparse_flash_attention import gathered, resolved
 from . import lightning_indexer_grad
-from .indexer_loss import distributions, too_wide
+from .indexer_loss import distributions, not_in_16s, too_wide
 
 EPS = 1e-10
 
@@ -64,8 +63,7 @@ def targets(
 ):
     """target [T, wide]; what lies behind a row's last slot is not written."""
     d = tl.arange(0, DIM)
-    j = tl.arange(0, KEY_TILE)
-    tiles = wide // KEY_TILE
+    j, tiles = tiled(wide, KEY_TILE)
     for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
         row = work // tiles
         start = work % tiles * KEY_TILE
@@ -111,8 +109,7 @@ def scores(
 ):
     """score [T, wide], written like the target."""
     d = tl.arange(0, DIM)
-    j = tl.arange(0, KEY_TILE)
-    tiles = wide // KEY_TILE
+    j, tiles = tiled(wide, KEY_TILE)
     for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
         row = work // tiles
         start = work % tiles * KEY_TILE
@@ -148,50 +145,46 @@ def row_loss(target, score, slots, loss, d, rows, count, wide, eps, WIDTH: tl.co
         tl.store(to + j, tl.where(ok > 0, r - p, 0.0), mask=j < count)
 
 
-def unsupported(
-    query: Tensor,
-    key: Tensor,
-    query_index: Tensor,
-    key_index: Tensor,
-    sparse_indices: Tensor,
-    softmax_max: Tensor,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    **_: Any,
-) -> str | None:
-    if reason := tiling.not_multiplied(query=query):
-        return reason
+def unsupported(**x: Unpack[Arguments]) -> str | None:
+    query, query_rope, indices = x["query"], x["query_rope"], x["sparse_indices"]
     size, rope = query.shape[-1], 0 if query_rope is None else query_rope.shape[-1]
-    if size % 16 or rope % 16:
-        return f"head sizes {size} and {rope}, the cube unit takes multiples of 16"
     return (
-        lightning_indexer_grad.unsupported(query_index, key_index, sparse_indices)
-        or ragged.uneven(key=key, key_rope=key_rope, key_index=key_index)
-        or too_wide(sparse_indices)
+        tiling.not_multiplied(query=query)
+        or not_in_16s(size, rope)
+        or lightning_indexer_grad.unsupported(x["query_index"], x["key_index"], indices)
+        or ragged.uneven(key=x["key"], key_rope=x["key_rope"], key_index=x["key_index"])
+        or too_wide(indices)
         or tiling.matmul_overflow(64, 128, size + rope)
     )
 
 
 def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    query, key, sparse_indices = x["query"], x["key"], x["sparse_indices"]
-    query_index, key_index, weights = x["query_index"], x["key_index"], x["weights"]
+    query, key, indices = x["query"], x["key"], x["sparse_indices"]
     layout, device = x["layout"] or "BSND", query.device
     mode = 3 if x["sparse_mode"] is None else x["sparse_mode"]
     act_q, act_k = (
-        None if each is None else torch.tensor(each, dtype=torch.int32, device=device)
-        for each in (x["actual_seq_qlen"], x["actual_seq_klen"])
+        None if sums is None else torch.tensor(sums, dtype=torch.int32, device=device)
+        for sums in (x["actual_seq_qlen"], x["actual_seq_klen"])
     )
     plan = ragged.plan(query, key, act_q, act_k, None, layout, layout, mode)
-    count = sparse_indices.shape[-1]
-    d = memory.empty(sparse_indices.shape, torch.float32, device)
-    if plan.rows * count == 0 or key.numel() == 0:
+    d = memory.empty(indices.shape, torch.float32, device)
+    if plan.rows * indices.shape[-1] == 0 or key.numel() == 0:
         loss = memory.empty([1], torch.float32, device).zero_()
         d.zero_()
     else:
-        lse = _log_sums(x["softmax_max"], x["softmax_sum"], x["sinks"])
-        loss = _losses(x, lse, plan, d)
+        loss = _losses(plan, d, **x)
     grads = lightning_indexer_grad.backward(
-        query_index, key_index, d, sparse_indices, weights, act_q, act_k, layout, mode, None, None
+        x["query_index"],
+        x["key_index"],
+        d,
+        indices,
+        x["weights"],
+        act_q,
+        act_k,
+        layout,
+        mode,
+        None,
+        None,
     )
     return *grads, loss.sum().reshape(1)
 
@@ -205,66 +198,37 @@ def _log_sums(peak: Tensor, total: Tensor, sinks: Tensor | None) -> Tensor:
     return lse.view(-1, lse.shape[-1])
 
 
-def _losses(x: Arguments, lse: Tensor, plan: ragged.Plan, d: Tensor) -> Tensor:
+def _losses(plan: ragged.Plan, d: Tensor, **x: Unpack[Arguments]) -> Tensor:
     """The loss by token; writes d."""
-    query, key, sparse_indices = x["query"], x["key"], x["sparse_indices"]
-    query_index, key_index, scale = x["query_index"], x["key_index"], x["scale_value"]
-    query_rope, key_rope = x["query_rope"], x["key_rope"]
+    query, key, query_rope = x["query"], x["key"], x["query_rope"]
+    query_index, key_index, indices = x["query_index"], x["key_index"], x["sparse_indices"]
+    lse = _log_sums(x["softmax_max"], x["softmax_sum"], x["sinks"])
     (heads, size), (index_heads, index_size) = query.shape[-2:], query_index.shape[-2:]
-    device, dtype, count = query.device, query.dtype, sparse_indices.shape[-1]
+    device, dtype, count = query.device, query.dtype, indices.shape[-1]
     # without the rotary part its arguments are there, but not read
-    q_rope, k_rope = (query, key) if query_rope is None else (query_rope, key_rope)
+    q_rope, k_rope = (query, key) if query_rope is None else (query_rope, x["key_rope"])
     assert k_rope is not None
     rope = 0 if query_rope is None else query_rope.shape[-1]
     kernel = "sparse_lightning_indexer_grad_kl_loss.targets"
     products = tune.at_least(kernel, "HEAD_TILE", heads, size, rope)
     tile = products.tiles["KEY_TILE"]
     wide = tiling.up(count, tile)
-    slots, last = resolved(ragged.int32(sparse_indices).flatten(0, -3), key, plan, wide)
+    slots, last = resolved(ragged.int32(indices).flatten(0, -3), key, plan, wide)
     target = memory.empty((plan.rows, wide), torch.float32, device)
     score = memory.empty((plan.rows, wide), torch.float32, device)
     loss = memory.empty((plan.rows,), torch.float32, device)
-    each = wide * (size + rope + index_size) * dtype.itemsize
-    at_once = tiling.at_once(plan.rows, each)
+    row_bytes = wide * (size + rope + index_size) * dtype.itemsize
+    at_once = tiling.at_once(plan.rows, row_bytes)
     dense = memory.empty((at_once, wide, size), dtype, device)
     dense_rope = memory.empty((at_once, wide, rope), dtype, device)
     dense_index = memory.empty((at_once, wide, index_size), dtype, device)
-    copies = tune.only("sparse_flash_attention.gather")
     q, qr, qi = (each.flatten(0, -3) for each in (query, q_rope, query_index))
     w = x["weights"].flatten(0, -2)
     for first in range(0, plan.rows, at_once):
         rows = min(at_once, plan.rows - first)
         span = (first, rows, wide)
-        gather[(cores.vector(),)](
-            key,
-            k_rope,
-            slots,
-            last,
-            dense,
-            dense_rope,
-            *span,
-            ragged.row_stride(key),
-            ragged.row_stride(k_rope),
-            LATENT=size,
-            ROTARY=rope,
-            KEY_TILE=tile,
-            **copies.keywords,
-        )
-        gather[(cores.vector(),)](
-            key_index,
-            key_index,
-            slots,
-            last,
-            dense_index,
-            dense_index,
-            *span,
-            ragged.row_stride(key_index),
-            0,
-            LATENT=index_size,
-            ROTARY=0,
-            KEY_TILE=tile,
-            **copies.keywords,
-        )
+        gathered((key, k_rope), slots, last, (dense, dense_rope), span, tile)
+        gathered((key_index, None), slots, last, (dense_index, None), span, tile)
         targets[(cores.cube(),)](
             q,
             qr,
@@ -277,7 +241,7 @@ def _losses(x: Arguments, lse: Tensor, plan: ragged.Plan, d: Tensor) -> Tensor:
             heads,
             *q.stride()[:2],
             *qr.stride()[:2],
-            scale,
+            x["scale_value"],
             DIM=size,
             ROPE=rope,
             **products.keywords,

@@ -25,11 +25,14 @@ BEHIND = tl.constexpr(LAST)  # of what is not chosen
 
 
 @triton.jit
-def _tile(values, positions, left, TILE: tl.constexpr):
-    """(score, position) of the candidates of a tile, as floats; -inf and 0 where there is none."""
+def _tile(values, positions, part, v_part, p_part, s, count, TILE: tl.constexpr):
+    """(score, position) of the candidates of a part from `s` on, as floats; -inf and 0 where there
+    is none."""
     j = tl.arange(0, TILE)
-    position = tl.load(positions + j, mask=j < left, other=-1).to(tl.float32)
-    score = tl.load(values + j, mask=j < left, other=0.0).to(tl.float32)
+    of_score = values + part.to(tl.int64) * v_part + s + j
+    of_position = positions + part.to(tl.int64) * p_part + s + j
+    position = tl.load(of_position, mask=j < count - s, other=-1).to(tl.float32)
+    score = tl.load(of_score, mask=j < count - s, other=0.0).to(tl.float32)
     # a NaN comes last, and only what is absent is -inf
     score = tl.where(score > LEAST_SCORE, score, LEAST_SCORE)
     there = (position >= 0) & (position < LONGEST)
@@ -64,9 +67,9 @@ def choose(
             above = tl.zeros((TILE,), tl.float32)
             for part in range(0, parts):
                 for s in range(0, count, TILE):
-                    at = part.to(tl.int64) * v_part + s
-                    here = part.to(tl.int64) * p_part + s
-                    score, _position = _tile(of_values + at, of_positions + here, count - s, TILE)
+                    score, _position = _tile(
+                        of_values, of_positions, part, v_part, p_part, s, count, TILE
+                    )
                     above += tl.where(score >= least, 1.0, 0.0)
             enough = tl.sum(above, 0) >= k.to(tl.float32)
             low = tl.where(enough, middle, low)
@@ -75,9 +78,9 @@ def choose(
         above = tl.zeros((TILE,), tl.float32)
         for part in range(0, parts):
             for s in range(0, count, TILE):
-                at = part.to(tl.int64) * v_part + s
-                here = part.to(tl.int64) * p_part + s
-                score, _position = _tile(of_values + at, of_positions + here, count - s, TILE)
+                score, _position = _tile(
+                    of_values, of_positions, part, v_part, p_part, s, count, TILE
+                )
                 above += tl.where(score > least, 1.0, 0.0)
         # how many of those equal to `least` are wanted; -inf is absent, never wanted
         ties = tl.where(low > -2139095041, k.to(tl.float32) - tl.sum(above, 0), 0.0)
@@ -88,9 +91,9 @@ def choose(
             equal = tl.zeros((TILE,), tl.float32)
             for part in range(0, parts):
                 for s in range(0, count, TILE):
-                    at = part.to(tl.int64) * v_part + s
-                    here = part.to(tl.int64) * p_part + s
-                    score, position = _tile(of_values + at, of_positions + here, count - s, TILE)
+                    score, position = _tile(
+                        of_values, of_positions, part, v_part, p_part, s, count, TILE
+                    )
                     equal += tl.where(
                         (score == least) & (position <= middle.to(tl.float32)), 1.0, 0.0
                     )
@@ -100,9 +103,9 @@ def choose(
         final = tl.where(ties > 0, last, -1).to(tl.float32)
         for part in range(0, parts):
             for s in range(0, count, TILE):
-                at = part.to(tl.int64) * v_part + s
-                here = part.to(tl.int64) * p_part + s
-                score, position = _tile(of_values + at, of_positions + here, count - s, TILE)
+                score, position = _tile(
+                    of_values, of_positions, part, v_part, p_part, s, count, TILE
+                )
                 taken = (score > least) | ((score == least) & (position <= final))
                 to = marked + (row.to(tl.int64) * parts + part) * count + s
                 tl.store(to + j, tl.where(taken, position.to(tl.int32), BEHIND), mask=j < count - s)

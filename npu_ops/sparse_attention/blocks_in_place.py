@@ -20,20 +20,11 @@ from torch import Tensor
 
 from ...dispatch.common import memory
 from ..common import cores, ragged, tiling, tune, tuples, two_passes
-from ..common.ragged import Layout, visible
+from ..common.ragged import Layout, Pages, Requests, pages_of, visible
 from .sparse_flash_attention import placed, positions
 
 _OP = "blocks_in_place"
 RUN = 128  # keys of one bulk copy
-
-
-class Pages(NamedTuple):
-    """Of the table and the cache."""
-
-    stride: int  # from request to request
-    count: int  # type: ignore[assignment]
-    size: int
-    rows: int  # from page to page
 
 
 class Apart(NamedTuple):
@@ -43,12 +34,10 @@ class Apart(NamedTuple):
     head: int
 
 
-@tuples.jit(["units", "lists", "runs", "count", "each", "requests", "tokens", "reach"])
+@tuples.jit(["units", "lists", "runs", "count", "each"])
 def note(
     index,
     table,
-    query_lengths,
-    key_lengths,
     slots,
     seen,
     units,
@@ -56,9 +45,7 @@ def note(
     runs,
     count,
     each,
-    requests,
-    tokens,
-    reach,
+    of: Requests,
     pages: Pages,
     layout: Layout,
     BLOCKS: tl.constexpr,
@@ -68,28 +55,15 @@ def note(
     """Of each token's lists, `each` runs a block; BLOCKS: more than one."""
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         row = unit // lists
-        request, start, limit = visible(
-            row, query_lengths, key_lengths, requests, tokens, reach, *layout
-        )
-        selected = index + (unit % lists * tokens + row).to(tl.int64) * count
-        of_request = table + request.to(tl.int64) * pages.stride
+        request, start, limit = visible(row, *of, *layout)
+        selected = index + (unit % lists * of.tokens + row).to(tl.int64) * count
         for at in range(0, runs, PIECE):
             j = at + tl.arange(0, PIECE)
             last = (limit + RUN - 1) // RUN
             number, exists = positions(selected, j, at, count, last, each, BLOCKS, PIECE)
             position = tl.where(exists, number, 0) * RUN
             slot = placed(
-                position,
-                exists,
-                of_request,
-                request,
-                start,
-                limit,
-                pages.count,
-                pages.size,
-                pages.rows,
-                layout.KEYS,
-                PIECE,
+                position, exists, table, request, start, limit, *pages, layout.KEYS, PIECE
             )
             to = unit.to(tl.int64) * runs + j
             tl.store(slots + to, tl.maximum(slot, 0), mask=j < runs)
@@ -280,11 +254,8 @@ def attend(
         runs=runs,
         count=count,
         each=each,
-        pages_stride=plan.table.stride(0),
-        pages_count=key.shape[0],
-        pages_size=key.shape[1],
-        pages_rows=ragged.page_rows(key),
-        **plan.arguments,
+        **pages_of(key, plan.table),
+        **plan.requests,
         **plan.flags,
         BLOCKS=each > 1,
         RUN=RUN,

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import quantized
-from ..common import ragged
+from ...dispatch.ops.sparse_attention.kv_quant_sparse_flash_attention import Arguments
 from . import sparse_flash_attention
 
 
@@ -50,45 +51,18 @@ def with_statistics(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return attended(**arguments)
 
 
-def attended(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sparse_indices: Tensor,
-    scale_value: float,
-    block_table: Tensor | None,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_kv: Tensor | None,
-    sparse_block_size: int,
-    layout_query: str,
-    layout_kv: str,
-    sparse_mode: int,
-    sinks: Tensor | None,
-    rope_head_dim: int,
-    row_layout: str,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attended(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
     """(out, softmax_max, softmax_sum)"""
-    parts = quantized.row_parts(key, row_layout, torch.int8, query.dtype)
-    plan = ragged.plan(
-        query,
-        key,
-        actual_seq_lengths_query,
-        actual_seq_lengths_kv,
-        block_table,
-        layout_query,
-        layout_kv,
-        sparse_mode,
-    )
+    query, key = x["query"], x["key"]
     return sparse_flash_attention.attended(
         query.narrow(-1, 0, quantized.LATENT),
-        query.narrow(-1, quantized.LATENT, rope_head_dim),
-        *parts,
-        sparse_indices,
-        scale_value,
-        sparse_block_size,
-        sinks,
-        plan,
-        ROTARY=rope_head_dim,
+        query.narrow(-1, quantized.LATENT, x["rope_head_dim"]),
+        *quantized.row_parts(key, x["row_layout"], torch.int8, query.dtype),
+        x["sparse_indices"],
+        x["scale_value"],
+        x["sparse_block_size"],
+        x["sinks"],
+        sparse_flash_attention.selecting(query, key, x),
+        ROTARY=x["rope_head_dim"],
         TILES=quantized.LATENT // quantized.TILE,
     )

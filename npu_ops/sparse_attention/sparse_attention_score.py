@@ -20,12 +20,10 @@ from typing_extensions import Unpack
 from ...dispatch.common import memory
 from ...dispatch.common.packed import block_within, ends
 from ...dispatch.ops.sparse_attention.sparse_attention_score import Arguments
-from ..common import cores, ragged, tiling, tune, two_passes
+from ..common import ragged, tiling
 from . import blocks_in_place
 from .blocks_in_place import RUN
-from .sparse_flash_attention import SPAN, accumulate, collect, weigh
-
-_OP = "sparse_flash_attention"
+from .sparse_flash_attention import in_passes
 
 
 def unsupported(**x: Unpack[Arguments]) -> str | None:
@@ -106,100 +104,17 @@ def _attended(
     out = memory.empty((tokens, heads, size), dtype, device)
     top = memory.empty((tokens, heads), torch.float32, device)
     total = memory.empty((tokens, heads), torch.float32, device)
-    weighing = two_passes.weighing(_OP, heads, size)
-    head_tile, key_tile = weighing.tiles["HEAD_TILE"], weighing.tiles["KEY_TILE"]
-    copies = tune.only(f"{_OP}.collect")
-    count = index.shape[1]
-    wide, padded = tiling.up(count * block, SPAN), tiling.up(heads, head_tile)
-    at_once = tiling.at_once(tokens, wide * (2 * size * dtype.itemsize + padded * 4))
-    splits = two_passes.splits(at_once, padded // head_tile, head_tile, wide, key_tile)
-    accumulating = two_passes.accumulating(_OP, at_once, padded, size)
-    slots = memory.empty((at_once, wide), torch.int32, device)
-    last = memory.empty((at_once,), torch.int32, device)
-    keys, values = (memory.empty((at_once, wide, size), dtype, device) for _ in range(2))
-    scores = memory.empty((at_once, wide, padded), torch.float32, device)
-    parts = wide // key_tile
-    peaks, sums = (memory.empty((at_once, parts, padded), torch.float32, device) for _ in range(2))
-    for first in range(0, tokens, at_once):
-        rows = min(at_once, tokens - first)
-        collect[(min(rows * wide // copies.tiles["ROWS"], cores.vector()),)](
-            key,
-            value,
-            key,
-            index,
-            plan.table,
-            slots=slots,
-            last=last,
-            dense=keys,
-            dense_rope=values,
-            **plan.arguments,
-            **plan.flags,
-            first=first,
-            rows=rows,
-            count=count,
-            wide=wide,
-            indices_stride=index.stride(0),
-            block=block,
-            table_stride=plan.table.stride(0),
-            pages=key.shape[0],
-            page=key.shape[1],
-            page_rows=ragged.page_rows(key),
-            stride_latent=ragged.row_stride(key),
-            stride_rotary=ragged.row_stride(value),
-            stride_scale=0,
-            BLOCKS=block > 1,
-            LATENT=size,
-            ROTARY=size,
-            TILES=0,
-            SPAN=SPAN,
-            **copies.keywords,
-        )
-        weigh[(min(rows * padded // head_tile * splits, cores.cube()),)](
-            query,
-            query,
-            keys,
-            keys,
-            slots,
-            last,
-            scores,
-            peaks,
-            sums,
-            first,
-            rows,
-            wide,
-            heads,
-            padded,
-            splits,
-            *query.stride()[:2],
-            *query.stride()[:2],
-            scale,
-            LATENT=size,
-            ROTARY=0,
-            WHOLE=heads == padded,
-            **weighing.keywords,
-        )
-        tiles = padded // accumulating.tiles["HEAD_TILE"] * accumulating.tiles["PIECES"]
-        accumulate[(min(rows * tiles, cores.cube()),)](
-            scores,
-            peaks,
-            sums,
-            values,
-            slots,
-            last,
-            out if sinks is None else sinks,
-            out,
-            top,
-            total,
-            first,
-            rows,
-            wide,
-            heads,
-            padded,
-            scale,
-            LATENT=size,
-            SINKS=sinks is not None,
-            WHOLE=heads == padded,
-            PART=key_tile,
-            **accumulating.keywords,
-        )
+    in_passes(
+        query,
+        query,
+        (key, value, key),
+        index,
+        scale,
+        block,
+        sinks,
+        (out, top, total),
+        plan,
+        (size, size),
+        VALUES=True,
+    )
     return out, top, total

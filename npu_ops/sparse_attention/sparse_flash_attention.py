@@ -31,11 +31,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory, rope
+from ...dispatch.ops.sparse_attention.sparse_flash_attention import Arguments, Selected
 from ..common import cores, entry, ragged, tiling, tune, tuples, two_passes
 from ..common.front_end import extract_slice, get_element
-from ..common.ragged import PAGED, TND, Layout, visible
+from ..common.ragged import PAGED, TND, Layout, Pages, Requests, pages_of, visible
 
 SPAN = 128  # every key tile divides it
 
@@ -80,10 +82,11 @@ def positions(selected, j, first, count, limit, block, BLOCKS: tl.constexpr, PIE
 def placed(
     position,
     exists,
-    of_request,
+    table,
     request,
     start,
     limit,
+    table_stride,
     pages,
     page,
     page_rows,
@@ -93,6 +96,7 @@ def placed(
     """The slots of positions; -1 where there is none."""
     if KEYS == PAGED:
         # not `position % page`: a remainder is a scalar loop
+        of_request = table + request.to(tl.int64) * table_stride
         column = tl.where(exists, position // page, 0)
         number = _pages(of_request, column, limit, page, PIECE)
         exists = exists & (number >= 0) & (number < pages)
@@ -110,17 +114,10 @@ def reached(exists, j):
     return tl.max(tl.where(exists, (j + 1).to(tl.float32), 0.0), 0).to(tl.int32)
 
 
-@tuples.jit(
-    [
-        *("rows", "count", "wide", "indices_stride", "block", "requests", "tokens", "reach"),
-        *("table_stride", "pages", "page", "page_rows"),
-    ]
-)
+@tuples.jit(["rows", "count", "wide", "indices_stride", "block"])
 def resolve(
     indices,
     table,
-    query_lengths,
-    key_lengths,
     slots,
     last,
     rows,
@@ -128,45 +125,21 @@ def resolve(
     wide,
     indices_stride,
     block,
-    requests,
-    tokens,
-    reach,
-    table_stride,
-    pages,
-    page,
-    page_rows,
+    of: Requests,
+    pages: Pages,
     layout: Layout,
     BLOCKS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        request, start, limit = visible(
-            row,
-            query_lengths,
-            key_lengths,
-            requests,
-            tokens,
-            reach,
-            *layout,
-        )
+        request, start, limit = visible(row, *of, *layout)
         selected = indices + row.to(tl.int64) * indices_stride
-        of_request = table + request.to(tl.int64) * table_stride
         end = 0
         for first in range(0, wide, PIECE):
             j = first + tl.arange(0, PIECE)
             position, exists = positions(selected, j, first, count, limit, block, BLOCKS, PIECE)
             slot = placed(
-                position,
-                exists,
-                of_request,
-                request,
-                start,
-                limit,
-                pages,
-                page,
-                page_rows,
-                layout.KEYS,
-                PIECE,
+                position, exists, table, request, start, limit, *pages, layout.KEYS, PIECE
             )
             tl.store(slots + row.to(tl.int64) * wide + j, slot, mask=j < wide)
             end = tl.maximum(end, reached(slot >= 0, j))
@@ -253,7 +226,6 @@ class Constants(NamedTuple):
 @tuples.jit(
     [
         *("first", "rows", "count", "wide", "indices_stride", "block"),
-        *("requests", "tokens", "reach", "table_stride", "pages", "page", "page_rows"),
     ]
 )
 def collect(
@@ -262,8 +234,6 @@ def collect(
     scales,
     indices,
     table,
-    query_lengths,
-    key_lengths,
     slots,
     last,
     dense,
@@ -274,13 +244,8 @@ def collect(
     wide,
     indices_stride,
     block,
-    requests,
-    tokens,
-    reach,
-    table_stride,
-    pages,
-    page,
-    page_rows,
+    of: Requests,
+    pages: Pages,
     stride: RowStrides,
     layout: Layout,
     C: Constants,
@@ -296,17 +261,8 @@ def collect(
     begin = tl.program_id(0) * each
     stop = tl.minimum(begin + each, rows * pieces)
     for row in range(begin // pieces, (stop + pieces - 1) // pieces):
-        request, start, limit = visible(
-            first + row,
-            query_lengths,
-            key_lengths,
-            requests,
-            tokens,
-            reach,
-            *layout,
-        )
+        request, start, limit = visible(first + row, *of, *layout)
         selected = indices + (first + row).to(tl.int64) * indices_stride
-        of_request = table + request.to(tl.int64) * table_stride
         of_row = row.to(tl.int64) * wide
         end = 0
         for at in range(0, wide, PART):
@@ -319,19 +275,7 @@ def collect(
         for at in range(0, wide, PART):
             j = at + tl.arange(0, PART)
             position, exists = positions(selected, j, at, count, limit, block, C.BLOCKS, PART)
-            slot = placed(
-                position,
-                exists,
-                of_request,
-                request,
-                start,
-                limit,
-                pages,
-                page,
-                page_rows,
-                layout.KEYS,
-                PART,
-            )
+            slot = placed(position, exists, table, request, start, limit, *pages, layout.KEYS, PART)
             tl.store(slots + of_row + j, slot, mask=j < wide)
             top = tl.max(slot, 0)
             for i in range(tl.maximum(low, at), tl.minimum(high, at + PART), ROWS):
@@ -777,21 +721,46 @@ def resolved(
         plan.table,
         slots=slots,
         last=last,
-        **plan.arguments,
+        **plan.requests,
         **plan.flags,
         rows=plan.rows,
         count=indices.shape[-1],
         wide=wide,
         indices_stride=indices.stride(0),
         block=block,
-        table_stride=plan.table.stride(0),
-        pages=key.shape[0],
-        page=key.shape[-3],
-        page_rows=ragged.page_rows(key),
+        **pages_of(key, plan.table),
         BLOCKS=block > 1,
         **tune.only("sparse_flash_attention.resolve").keywords,
     )
     return slots, last
+
+
+def gathered(
+    keys: tuple[Tensor, Tensor | None],
+    slots: Tensor,
+    last: Tensor,
+    dense: tuple[Tensor, Tensor | None],
+    span: tuple[int, int, int],
+    tile: int,
+) -> None:
+    """The selected keys, and the rotary ones if there are any, of the rows `first` and on: `span`
+    is (first, rows, wide), and rows are written in whole tiles of keys."""
+    (latent, rotary), (to_latent, to_rotary) = keys, dense
+    gather[(cores.vector(),)](
+        latent,
+        latent if rotary is None else rotary,
+        slots,
+        last,
+        to_latent,
+        to_latent if to_rotary is None else to_rotary,
+        *span,
+        ragged.row_stride(latent),
+        0 if rotary is None else ragged.row_stride(rotary),
+        LATENT=to_latent.shape[-1],
+        ROTARY=0 if to_rotary is None else to_rotary.shape[-1],
+        KEY_TILE=tile,
+        **tune.only("sparse_flash_attention.gather").keywords,
+    )
 
 
 def unsupported(
@@ -824,54 +793,33 @@ def unsupported(
     return ragged.uneven(key=key, key_rope=rope.given(query_rope, key_rope)[1])
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    sparse_indices: Tensor,
-    scale_value: float,
-    block_table: Tensor | None,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_kv: Tensor | None,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    sparse_block_size: int,
-    layout_query: str,
-    layout_kv: str,
-    sparse_mode: int,
-    pre_tokens: int,
-    next_tokens: int,
-    attention_mode: int,
-    return_softmax_lse: bool,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    plan = ragged.plan(
-        query,
-        key,
-        actual_seq_lengths_query,
-        actual_seq_lengths_kv,
-        block_table,
-        layout_query,
-        layout_kv,
-        sparse_mode,
-    )
-    of_query, of_key = rope.given(query_rope, key_rope)
+def selecting(query: Tensor, key: Tensor, x: Selected) -> ragged.Plan:
+    """What follows from the shapes of an attention over selected keys."""
+    lengths = x["actual_seq_lengths_query"], x["actual_seq_lengths_kv"]
+    layouts = x["layout_query"], x["layout_kv"]
+    return ragged.plan(query, key, *lengths, x["block_table"], *layouts, x["sparse_mode"])
+
+
+def forward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor]:
+    query, key = x["query"], x["key"]
+    of_query, of_key = rope.given(x["query_rope"], x["key_rope"])
+    plan = selecting(query, key, x)
     out, *statistics = attended(
         query,
         query if of_query is None else of_query,
         key,
         key if of_key is None else of_key,
         key,
-        sparse_indices,
-        scale_value,
-        sparse_block_size,
-        sinks,
+        x["sparse_indices"],
+        x["scale_value"],
+        x["sparse_block_size"],
+        x["sinks"],
         plan,
         ROTARY=0 if of_query is None else of_query.shape[-1],
         TILES=0,
     )
-    if not return_softmax_lse:
-        statistics = [x.new_empty([0]) for x in statistics]
+    if not x["return_softmax_lse"]:
+        statistics = [each.new_empty([0]) for each in statistics]
     return out, statistics[0], statistics[1]
 
 
@@ -901,20 +849,56 @@ def attended(
     if plan.rows * heads == 0 or count * plan.reach == 0 or latent.numel() == 0:
         return out.zero_(), out_max.fill_(-torch.inf), out_sum.zero_()
 
+    in_passes(
+        query.flatten(0, -3),
+        query_rope.flatten(0, -3),
+        (latent, rotary, scales),
+        ragged.int32(sparse_indices).flatten(0, -3),
+        scale,
+        block,
+        sinks,
+        (out, out_max, out_sum),
+        plan,
+        (size, ROTARY),
+        TILES,
+    )
+    return out, out_max, out_sum
+
+
+def in_passes(
+    q: Tensor,
+    rope: Tensor,
+    keys: tuple[Tensor, Tensor, Tensor],
+    indices: Tensor,
+    scale: float,
+    block: int,
+    sinks: Tensor | None,
+    outputs: tuple[Tensor, Tensor, Tensor],
+    plan: ragged.Plan,
+    sizes: tuple[int, int],
+    TILES: int = 0,
+    VALUES: bool = False,
+) -> None:
+    """Into (out, softmax_max, softmax_sum) from queries [T, N, D].  `keys` are rows of a latent, of
+    what stands beside it, and of the latent's scales; `sizes` those of the first two.  VALUES: what
+    stands beside a latent, which then is a key, is its value, and not its rotary part."""
+    (out, out_max, out_sum), (latent, rotary, scales), (size, beside) = outputs, keys, sizes
+    (heads, count), device, dtype = (q.shape[1], indices.shape[-1]), q.device, q.dtype
+    ROTARY = 0 if VALUES else beside
     weighing = two_passes.weighing("sparse_flash_attention", heads, size, ROTARY)
     head_tile, key_tile = weighing.tiles["HEAD_TILE"], weighing.tiles["KEY_TILE"]
     copies = tune.only("sparse_flash_attention.collect")
     wide, padded = tiling.up(count * block, SPAN), tiling.up(heads, head_tile)
-    at_once = tiling.at_once(plan.rows, wide * ((size + ROTARY) * dtype.itemsize + padded * 4))
+    at_once = tiling.at_once(plan.rows, wide * ((size + beside) * dtype.itemsize + padded * 4))
     splits = two_passes.splits(at_once, padded // head_tile, head_tile, wide, key_tile)
     accumulating = two_passes.accumulating("sparse_flash_attention", at_once, padded, size)
-    indices = ragged.int32(sparse_indices).flatten(0, -3)
-    q, rope = query.flatten(0, -3), query_rope.flatten(0, -3)
-    few = few_tokens(plan.rows, heads, wide, size, ROTARY) if at_once == plan.rows else None
+    few = None
+    if at_once == plan.rows and not VALUES:
+        few = few_tokens(plan.rows, heads, wide, size, ROTARY)
     slots = memory.empty((at_once, wide), torch.int32, device)
     last = memory.empty((at_once,), torch.int32, device)
     dense = memory.empty((at_once, wide, size), dtype, device)
-    dense_rope = memory.empty((at_once, wide, ROTARY), dtype, device)
+    dense_rope = memory.empty((at_once, wide, beside), dtype, device)
     scores = memory.empty((at_once, wide, padded), torch.float32, device)
     parts = wide // key_tile
     peaks, sums = (memory.empty((at_once, parts, padded), torch.float32, device) for _ in range(2))
@@ -930,7 +914,7 @@ def attended(
             last=last,
             dense=dense,
             dense_rope=dense_rope,
-            **plan.arguments,
+            **plan.requests,
             **plan.flags,
             first=first,
             rows=rows,
@@ -938,16 +922,13 @@ def attended(
             wide=wide,
             indices_stride=indices.stride(0),
             block=block,
-            table_stride=plan.table.stride(0),
-            pages=latent.shape[0],
-            page=latent.shape[-3],
-            page_rows=ragged.page_rows(latent),
+            **pages_of(latent, plan.table),
             stride_latent=ragged.row_stride(latent),
             stride_rotary=ragged.row_stride(rotary),
             stride_scale=ragged.row_stride(scales),
             BLOCKS=block > 1,
             LATENT=size,
-            ROTARY=ROTARY,
+            ROTARY=beside,
             TILES=TILES,
             SPAN=SPAN,
             **copies.keywords,
@@ -986,7 +967,7 @@ def attended(
             scores,
             peaks,
             sums,
-            dense,
+            dense_rope if VALUES else dense,
             slots,
             last,
             out if sinks is None else sinks,
@@ -1005,4 +986,3 @@ def attended(
             PART=key_tile,
             **accumulating.keywords,
         )
-    return out, out_max, out_sum

@@ -29,9 +29,9 @@ from typing_extensions import Unpack
 from ...dispatch.common import memory, rope
 from ...dispatch.ops.sparse_attention.sparse_flash_attention_grad import Arguments
 from ..common import cores, ragged, tiling, tune, tuples
-from ..common.ragged import TND, Layout, Strides, keys_of, tokens_of
+from ..common.ragged import Layout, Requests, Strides, among, key_rows, keys_of, tokens_of
 from ..indexer.lightning_indexer_grad import spread_over, spread_width
-from .sparse_flash_attention import gather, resolved
+from .sparse_flash_attention import gathered, resolved
 
 
 @tuples.jit(["rows", "heads"])
@@ -166,7 +166,7 @@ class KeyStrides(NamedTuple):
     page_rows: int  # of a page, in rows
 
 
-@tuples.jit(["first", "rows", "wide", "heads", "scale", "requests", "tokens", "reach"])
+@tuples.jit(["first", "rows", "wide", "heads", "scale"])
 def grad_keys(
     query,
     query_rope,
@@ -176,8 +176,6 @@ def grad_keys(
     counts,
     delta,
     lse,
-    query_lengths,
-    key_lengths,
     d_key,
     d_key_rope,
     first,
@@ -189,9 +187,7 @@ def grad_keys(
     g_stride: Strides,
     k_stride: KeyStrides,
     scale,
-    requests,
-    tokens,
-    reach,
+    of: Requests,
     layout: Layout,
     C: Sizes,
     HEAD_TILE: tl.constexpr,
@@ -203,27 +199,19 @@ def grad_keys(
     HALF: tl.constexpr = C.LATENT // 2
     j = tl.arange(0, KEY_TILE)
     d = tl.arange(0, HALF)
-    turn = tl.program_id(0)
-    turns = tl.num_programs(0)
+    turn, turns = tl.program_id(0), tl.num_programs(0)
     steps_of_token = (heads + HEAD_TILE - 1) // HEAD_TILE
-    for request in range(0, requests):
+    for request in range(0, of.requests):
         token, count = tokens_of(
-            request, query_lengths, requests, tokens, layout.Q_TND, layout.Q_LENGTHS
+            request, of.query_lengths, of.requests, of.tokens, layout.Q_TND, layout.Q_LENGTHS
         )
-        start, keys = keys_of(request, key_lengths, reach, layout.KEYS, layout.K_LENGTHS)
-        # the tokens of this request among those of this launch
-        low = tl.maximum(first - token, 0)
-        high = tl.minimum(count, first + rows - token)
+        start, keys = keys_of(request, of.key_lengths, of.reach, layout.KEYS, layout.K_LENGTHS)
+        low, high = among(token, count, first, rows)
         tiles = tl.where(high > low, (keys + KEY_TILE - 1) // KEY_TILE, 0)
         for tile in range(turn, tiles, turns):
             position = tile * KEY_TILE
+            row, to = key_rows(request, start, position, k_stride.page_rows, of.reach, layout.KEYS)
             there = (j < keys - position)[:, None]
-            if layout.KEYS == TND:
-                row = (start + position).to(tl.int64)
-                to = row
-            else:
-                row = request.to(tl.int64) * k_stride.page_rows + position
-                to = request.to(tl.int64) * reach + position
             of_k = key + (row + j)[:, None] * k_stride.row + d[None]
             k0 = tl.load(of_k, mask=there, other=0.0)
             k1 = tl.load(of_k + HALF, mask=there, other=0.0)
@@ -277,14 +265,8 @@ def grad_keys(
         turn = ((turn - tiles) % turns + turns) % turns
 
 
-def unsupported(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    **_: Any,
-) -> str | None:
+def unsupported(**x: Unpack[Arguments]) -> str | None:
+    query, key, query_rope = x["query"], x["key"], x["query_rope"]
     if reason := tiling.not_multiplied(query=query):
         return reason
     latent, rotary = query.shape[-1], 0 if query_rope is None else query_rope.shape[-1]
@@ -292,11 +274,11 @@ def unsupported(
         return f"head sizes {latent} and {rotary}: half of the one and the other come in 16s"
     if latent > 512 or rotary > 64:
         return f"head sizes {latent} and {rotary}, the kernel takes 512 and 64 at most"
-    if value is not None:
+    if x["value"] is not None:
         return "`value` is given; the kernel attends to the latent itself"
     if key.shape[-3] > ragged.LONGEST:
         return f"contexts of up to {key.shape[-3]} positions, the kernel reaches {ragged.LONGEST}"
-    return ragged.uneven(key=key, key_rope=rope.given(query_rope, key_rope)[1])
+    return ragged.uneven(key=key, key_rope=rope.given(query_rope, x["key_rope"])[1])
 
 
 def _by_position(indices: Tensor, block: int) -> Tensor:
@@ -310,18 +292,12 @@ def _by_position(indices: Tensor, block: int) -> Tensor:
 
 
 def backward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    query, key, sparse_indices = x["query"], x["key"], x["sparse_indices"]
-    query_rope, key_rope, layout = x["query_rope"], x["key_rope"], x["layout"] or "BSND"
-    plan = ragged.plan(
-        query,
-        key,
-        x["actual_seq_qlen"],
-        x["actual_seq_kvlen"],
-        None,
-        layout,
-        layout,
-        3 if x["sparse_mode"] is None else x["sparse_mode"],
-    )
+    query, key, sparse_indices, d_out = x["query"], x["key"], x["sparse_indices"], x["d_out"]
+    query_rope, key_rope = x["query_rope"], x["key_rope"]
+    layout = x["layout"] or "BSND"
+    mode = 3 if x["sparse_mode"] is None else x["sparse_mode"]
+    act_q, act_k = x["actual_seq_qlen"], x["actual_seq_kvlen"]
+    plan = ragged.plan(query, key, act_q, act_k, None, layout, layout, mode)
     device, dtype, (heads, latent) = query.device, query.dtype, query.shape[-2:]
     of_query, of_key = rope.given(query_rope, key_rope)
     # without the rotary part its arguments are there, but not read
@@ -338,7 +314,7 @@ def backward(**x: Unpack[Arguments]) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
         d_query.zero_()
         d_query_rope.zero_()
     else:
-        q, r, g, o = (each.flatten(0, -3) for each in (query, q_rope, x["d_out"], x["out"]))
+        q, r, g, o = (each.flatten(0, -3) for each in (query, q_rope, d_out, x["out"]))
         delta, lse = (memory.empty((plan.rows, heads), torch.float32, device) for _ in range(2))
         row_sums[(cores.vector(),)](
             g,
@@ -403,23 +379,8 @@ def _queries(
     dense_rope = memory.empty((at_once, wide, rotary), key.dtype, key.device)
     for first in range(0, plan.rows, at_once):
         rows = min(at_once, plan.rows - first)
-        gather[(cores.vector(),)](
-            key,
-            k_rope,
-            slots,
-            last,
-            dense,
-            dense_rope,
-            first,
-            rows,
-            wide,
-            ragged.row_stride(key),
-            ragged.row_stride(k_rope),
-            LATENT=latent,
-            ROTARY=rotary,
-            KEY_TILE=tile,
-            **tune.only("sparse_flash_attention.gather").keywords,
-        )
+        span = (first, rows, wide)
+        gathered((key, k_rope), slots, last, (dense, dense_rope), span, tile)
         grad_query[(cores.cube(),)](
             *rows_of,
             dense,
@@ -430,9 +391,7 @@ def _queries(
             lse,
             d_query,
             d_query_rope,
-            first,
-            rows,
-            wide,
+            *span,
             heads,
             *strides,
             **shared,
@@ -471,8 +430,6 @@ def _keys(
             counts,
             delta,
             lse,
-            plan.arguments["query_lengths"],
-            plan.arguments["key_lengths"],
             *parts,
             first,
             rows,
@@ -482,9 +439,7 @@ def _keys(
             ragged.row_stride(key),
             ragged.row_stride(k_rope),
             ragged.page_rows(key),
-            requests=plan.arguments["requests"],
-            tokens=plan.arguments["tokens"],
-            reach=plan.reach,
+            **plan.requests,
             **plan.flags,
             **shared,
             **products.keywords,

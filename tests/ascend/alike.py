@@ -43,8 +43,8 @@ def tail_left_alone(kernel: str) -> Control:
     return Control(
         "the tail left alone",
         kernel,
-        "tl.where(alone, start + size, tokens)",
-        "tl.where(alone, tokens, tokens)",
+        "tl.where(alone, start + size, of.tokens)",
+        "tl.where(alone, of.tokens, of.tokens)",
         "packed",
     )
 

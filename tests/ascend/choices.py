@@ -78,11 +78,12 @@ def _rows() -> Iterator[Choice]:
 def _indexers() -> Iterator[Choice]:
     query, key = _t(1, 4, 16, 128), _t(1, 8192, 1, 128)
     weights, indices = _t(1, 4, 16), _whole(1, 4, 1, 8)
-    given = dict(query=query, key=key, weights=weights, layout_query="BSND", layout_key="BSND")
-    given |= dict(count=8, sparse_mode=3, cmp_ratio=1, select_tail=False)
+    x = dict(query=query, key=key, weights=weights, layout_query="BSND", layout_key="BSND")
+    x |= dict(sparse_count=8, sparse_mode=3, cmp_ratio=1, select_tail=False)
+    x |= dict(actual_seq_lengths_query=None, actual_seq_lengths_key=None, block_table=None)
     # the heads of four tokens are a tile; its keys go to all 24 cores
     wanted = dict(HEAD_TILE=16, TOKENS=4, pieces=24)
-    yield Choice("lightning_indexer", "select", given, "scores", wanted)
+    yield Choice("lightning_indexer", "select", dict(x=x), "scores", wanted)
 
     given = dict(query=query, key=key[:, :64], weights=weights, sparse_indices=indices)
     given |= dict(dy=_t(1, 4, 1, 8))
@@ -110,8 +111,9 @@ def _losses() -> Iterator[Choice]:
         key_index=key,
         weights=_t(1, 2, 16),
         sparse_indices=_whole(1, 2, 1, 8),
-        lse=_t(2, 16),
-        scale=1.0,
+        softmax_max=_t(2, 16),
+        softmax_sum=_t(2, 16),
+        scale_value=1.0,
         d=_t(2, 8),
         plan=plan(query, key, None, None, None, "BSND", "BSND", 3),
     )

@@ -68,7 +68,7 @@ the sizes only name what is remembered of a refusal
     quantized_rows.of_latents: rank, rotary, latent)
     quantized_rows.of_query_heads: heads, rotary, size)
     product._held: found, weights, depth)
-    sparse_flash_attention.attended: heads, ROTARY, size)
+    sparse_flash_attention.in_passes: heads, ROTARY, size)
     sparse_flash_attention.few_tokens: heads, rotary, size)
     sparse_flash_attention_grad._queries: heads, rotary, latent)
     sparse_lightning_indexer_grad_kl_loss._losses: heads, rope, size)
@@ -85,16 +85,11 @@ a block of one run is a block as well
 each run has sums of its own, whichever core's
     blocks_in_place.attend: head_tile, tiles, runs * RUN, RUN)
 the keys lie in pages, which neither finds
-    blocks_in_place.note: of_request, start, request, limit
+    blocks_in_place.note: table, start, request, limit
 an address is the sum of both
-    causal_conv1d.convolve: -> part_of(n, starts,
-    causal_conv1d.part_of: -> left(n, starts,
-    causal_conv1d.finish: -> left(n, starts,
-    causal_conv1d_grad.walk: -> part_of(n, starts,
+    causal_conv1d.piece_of: -> left(n, starts,
     causal_conv1d_update.update: -> left(n, starts,
     compressor.normalise: _added(at, product,
-    fused_causal_conv1d.fill: -> left(n, starts,
-    fused_causal_conv1d.push: -> left(n, starts,
     fused_sigmoid_gating_delta_rule_update.update: -> left(n, starts,
     rows._latent_rows: _summed(d, at,
     sharedkv_prolog_pto._window_rows: _summed(p, at,
@@ -114,7 +109,7 @@ a part without a token begins at the end
 a part without a token stores no gradient of one
     causal_conv1d_grad.walk: begin <= stop (2)
 column 0 lies at 0 whatever the stride; lanes past the channels are not stored
-    causal_conv1d_grad.walk: W - 4, ended, d, f_column, count)
+    causal_conv1d_grad.walk: W - 4, ended, d, f_stride.column, count)
 a column is stored where it was read
     causal_conv1d_update.update: size >= 0
     causal_conv1d_update.update: position > -reach
@@ -130,7 +125,6 @@ what the two hold is only ever summed
     chunk_gated_delta_rule_grad.backward: gate, lengths, finer, inverse,
     chunk_gated_delta_rule_grad.backward: k, v, lengths, finer, inverse,
     chunk_gated_delta_rule_grad.backward: actual_seq_lengths, finer, inverse,
-    chunk_gated_delta_rule_grad.backward: allow_neg_eigval, use_beta_sigmoid_in_kernel)
     chunk_gated_delta_rule_grad.places: -> _length(n, lengths,
     chunk_gated_delta_rule_grad.walk_grads: -> _length(n, lengths,
     chunk_gated_delta_rule_grad.walk_states: -> _length(n, lengths,
@@ -265,7 +259,7 @@ rows behind the products are zeros: the sum of squares comes after, the rest is 
     hc_pre.mix: acc, mask=(m < COUNT)[:, None]) ->
     hc_pre.mix: m <= COUNT (2)
 a head has no rows of post, which another scale is for
-    hc_pre.gates: COUNT > 4 -> COUNT >= 4$
+    hc_pre.gates: C.COUNT > 4 -> C.COUNT >= 4$
 of a row without a slot nothing is taken
     indexer_loss.distributions: total_e >= 0
 a row without a slot has no share
@@ -366,8 +360,6 @@ a tile's first panel is there, and where all are whole another lies behind its d
 both are one tensor
     sharedkv_prolog_pto.of_heads: _turn_heads(to_query, query,
     sharedkv_prolog_pto.of_heads: _turn_heads(to_index, index,
-a block of one key is a block as well
-    sparse_attention_score._attended: -> block >= 1
 the lesser of both rows is stored first, and that is row 0
     sparse_attn_sharedkv.copies: other > 0 (3)
 the entry behind the piece is found again, as the next one's first
@@ -375,9 +367,6 @@ the entry behind the piece is found again, as the next one's first
 a piece of rows more is copied, which nobody reads
     sparse_flash_attention.gather: piece <= (end + KEY_TILE
     sparse_flash_attention.collect: i <= (end + C.SPAN
-no keys of a gradient lie in pages
-    sparse_flash_attention.resolve: start, pages, limit, page,
-    sparse_flash_attention.resolve: limit, page, pages, page_rows
 a position so far is behind every key
     sparse_flash_attention_grad._by_position: rows >= ragged.LONGEST // block
 a row that saw nothing has no slot, and no key counts it

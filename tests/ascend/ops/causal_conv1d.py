@@ -104,7 +104,7 @@ CONTROLS = (
     Control(
         "channels of the next row",
         KERNEL,
-        "of_history = history + n.to(tl.int64) * h_sequence + first\n        of_weight",
+        "of_history = history + n.to(tl.int64) * h_stride.sequence + first\n        of_weight",
         "of_history = history + first\n        of_weight",
         "packed",
     ),
@@ -126,15 +126,15 @@ CONTROLS = (
     Control(
         "final states of the first tokens",
         KERNEL,
-        "size - (W - 1) + column, d, count",
-        "column, d, count",
+        "position = size - (W - 1) + column",
+        "position = column",
         "a batch of wider rows",
     ),
     Control(
         "a batch in one row",
         KERNEL,
-        "of_x += n.to(tl.int64) * x_batch\n            of_out",
-        "of_x += n.to(tl.int64) * x_row\n            of_out",
+        "*x_stride, of.VARLEN) + first\n        of_out",
+        "x_stride.row, x_stride.row, of.VARLEN) + first\n        of_out",
         "a batch of wider rows",
     ),
 )

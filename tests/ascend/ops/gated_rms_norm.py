@@ -55,7 +55,11 @@ CASES = (
 )
 CONTROLS = (
     Control(
-        "no epsilon", KERNEL, "/ GROUP + epsilon", "/ GROUP + 0.0 * epsilon", "rows, no batch, tiny"
+        "no epsilon",
+        KERNEL,
+        "/ GROUP + of.epsilon",
+        "/ GROUP + 0.0 * of.epsilon",
+        "rows, no batch, tiny",
     ),
     Control(
         "the sum for the mean",
@@ -74,8 +78,8 @@ CONTROLS = (
     Control(
         "the gate's rows as far apart as those of x",
         KERNEL,
-        "a * g_outer",
-        "a * x_outer",
+        "a * g_stride.outer",
+        "a * x_stride.outer",
         "heads of 128",
     ),
     Control(

@@ -64,8 +64,8 @@ CONTROLS = (
     Control(
         "the last rows only",
         KERNEL,
-        "sums + tl.program_id(0) * D",
-        "sums + 0 * D",
+        "into.weight + tl.program_id(0) * D",
+        "into.weight + 0 * D",
         "rows, no batch",
     ),
 )

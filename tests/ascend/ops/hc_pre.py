@@ -61,8 +61,8 @@ CONTROLS = (
     Control(
         "a run is left out",
         KERNEL,
-        "for run in range(1, runs)",
-        "for run in range(2, runs)",
+        "for run in range(1, of.runs)",
+        "for run in range(2, of.runs)",
         "whole tiles",
     ),
     Control(
@@ -103,8 +103,8 @@ CONTROLS = (
     Control(
         "the tail of a norm is stored whole",
         KERNEL,
-        "mask=d < hidden - k)\n\n\ndef",
-        "mask=d < WIDTH)\n\n\ndef",
+        "mask=d < of.hidden - k)\n\n\ndef",
+        "mask=d < C.WIDTH)\n\n\ndef",
         "tails, normed",
     ),
 )

@@ -74,8 +74,8 @@ CONTROLS = (
     Control(
         "a page in 32 bits",
         "index_cache_write",
-        "outer = (slot // page).to(tl.int64)",
-        "outer = slot // page",
+        "(slot // page).to(tl.int64)",
+        "slot // page",
         "pages far apart",
     ),
     Control(
@@ -92,6 +92,10 @@ CONTROLS = (
     ),
     Control("cut off, not rounded", "quantize", "(y + 12582912.0) - 12582912.0", "y", "one token"),
     Control(
-        "pages side by side", OP[4:], "outer * values_page", "outer * page * SIZE", "pages apart"
+        "pages side by side",
+        OP[4:],
+        "outer * stride.values",
+        "outer * of.page * SIZE",
+        "pages apart",
     ),
 )

@@ -165,8 +165,8 @@ CONTROLS = (
     Control(
         "the index after the last key's counts",
         KERNEL,
-        "last = tl.minimum(offset + i, keys - 1)\n        of_indices",
-        "last = tl.minimum(offset + i, keys)\n        of_indices",
+        "tl.minimum(offset + token % length, keys - 1)",
+        "tl.minimum(offset + token % length, keys)",
         "the index after the last key's, every key is past",
     ),
     Control(

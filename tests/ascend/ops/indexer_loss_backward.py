@@ -51,9 +51,9 @@ CASES = (
 CONTROLS = (
     Control(
         "the index after the last key's counts",
-        KERNEL,
-        "tl.minimum(offset + i, keys - 1)",
-        "tl.minimum(offset + i, keys)",
+        "indexer_loss",
+        "tl.minimum(offset + token % length, keys - 1)",
+        "tl.minimum(offset + token % length, keys)",
         "the index after the last key's, every key is past",
     ),
     Control(

@@ -156,7 +156,7 @@ CONTROLS = (
     Control(
         "rotary keys where there are none",
         OP[4:],
-        "ROTARY=rope_head_dim",
+        'ROTARY=x["rope_head_dim"]',
         "ROTARY=quantized.ROTARY",
         "12 heads, no rotary keys",
     ),

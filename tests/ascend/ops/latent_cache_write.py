@@ -79,12 +79,18 @@ CONTROLS = (
     ),
     Control(
         "a page in 32 bits",
-        "latent_cache_write",
-        "outer = (slot // page).to(tl.int64)",
-        "outer = slot // page",
+        "index_cache_write",
+        "(slot // page).to(tl.int64)",
+        "slot // page",
         "pages far apart",
     ),
-    Control("a slot past the cache", OP[4:], "(slot < total)", "(slot >= 0)", "torch_npu's order"),
+    Control(
+        "a slot past the cache",
+        "index_cache_write",
+        "(slot < total)",
+        "(slot >= 0)",
+        "torch_npu's order",
+    ),
     Control(
         "never clipped", OP[4:], "fits = tl.load(alpha)", "fits = 1.0", "pages apart, clipped, fp16"
     ),

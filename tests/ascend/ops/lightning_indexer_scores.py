@@ -39,8 +39,8 @@ CONTROLS = (
     Control(
         "scores rounded to the query's dtype",
         "lightning_indexer",
-        "(value_dtype or query.dtype) if return_value",
-        "query.dtype if return_value",
+        '(value_dtype or x["query"].dtype) if',
+        'x["query"].dtype if',
         "paged, random",
     ),
 )

@@ -88,12 +88,8 @@ CONTROLS = (
     Control(
         "the second part's positions from the first",
         KERNEL,
-        "                here = part.to(tl.int64) * p_part + s\n"
-        "                score, position = _tile(of_values + at, of_positions + here, count - s, "
-        "TILE)\n                taken",
-        "                here = s + p_part * 0\n"
-        "                score, position = _tile(of_values + at, of_positions + here, count - s, "
-        "TILE)\n                taken",
+        "positions + part.to(tl.int64) * p_part + s",
+        "positions + p_part * 0 + s",
         "2 x 2048, k 2048",
     ),
     Control(

@@ -118,8 +118,8 @@ CONTROLS = (
     Control(
         "a key counted for every token",
         "quant_lightning_indexer",
-        "        cmp_ratio,\n        select_tail,",
-        "        1,\n        select_tail,",
+        "select(x, *scales",
+        'select(x | {"cmp_ratio": 1}, *scales',
         "4 tokens a key, 64 heads",
     ),
     Control("the key's scale forgotten", _FILE, "if C.K_SCALE:", "if False:", "paged, 64 heads"),

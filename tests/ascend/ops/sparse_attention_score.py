@@ -172,8 +172,8 @@ CONTROLS = tuple(
         ),
         (
             "keys as values",
-            "            value,\n            key,\n            index,",
-            "            key,\n            key,\n            index,",
+            "(key, value, key)",
+            "(key, key, key)",
             "Qwen4-Exp",
         ),
     )
@@ -185,7 +185,7 @@ CONTROLS = tuple(
         ("queries of the first heads", "(g * heads.group + h[:, None])", "h[:, None]", _IN_PLACE),
         (
             "blocks of the first head of keys",
-            "(unit % lists * tokens + row)",
+            "(unit % lists * of.tokens + row)",
             "row",
             _IN_PLACE,
         ),

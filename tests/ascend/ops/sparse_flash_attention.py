@@ -366,8 +366,8 @@ CONTROLS = (
     Control(
         "another round's request",
         OP[4:],
-        "            first + row,\n            query_lengths",
-        "            row,\n            query_lengths",
+        "visible(first + row,",
+        "visible(row,",
         "several rounds",
     ),
     Control(
