@@ -52,16 +52,11 @@ def _write(
     tiles,
     page,
     total,
-    ckv_row,
-    rope_row,
-    values_page,
-    values_row,
-    rope_page,
-    rope_slot,
-    scales_page,
-    scales_row,
+    strides,
     C: tl.constexpr,
 ):
+    ckv_row, rope_row, values_page, values_row, rope_page, rope_slot = strides[0:6]
+    scales_page, scales_row = strides[6:8]
     at = tl.program_id(0).to(tl.int64) * C.TILES + tl.arange(0, C.TILES)
     token = at // C.OF_ROW
     tile = at % C.OF_ROW
@@ -184,11 +179,7 @@ def forward(**x: Unpack[Arguments]) -> None:
         tiles,
         page,
         pages * page,
-        ckv.stride(0),
-        k_rope.stride(0),
-        *values.stride()[:2],
-        *rope.stride()[:2],
-        *scales.stride()[:2],
+        (ckv.stride(0), k_rope.stride(0), *(step for y in parts for step in y.stride()[:2])),
         C=Constants(
             KIND=quantize.kind_of(x["kind"]),
             UE8M0=x["scale_format"] == "ue8m0",

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import constexpr_function
 
 from ...dispatch.common import nz
 
@@ -30,3 +31,10 @@ def steps_over(form: int, depth: int, sizes: Sequence[int]) -> bool:
     multiply: in units of 16 bytes."""
     rows = [depth, *sizes] if form == ROW_MAJOR.value else [depth]
     return all(row % 8 == 0 for row in rows)
+
+
+@constexpr_function
+def ends(sizes, width):
+    """By joined weight, each of `sizes` columns: where its blocks of `width` columns end."""
+    blocks = [-(-size // width) for size in sizes]
+    return tuple(sum(blocks[: i + 1]) for i in range(len(blocks)))

@@ -47,25 +47,11 @@ def _output(
 
 @triton.jit
 def _final_states(
-    x,
-    history,
-    starts,
-    final,
-    n,
-    d,
-    mask,
-    tokens,
-    length,
-    channels,
-    x_batch,
-    x_row,
-    h_sequence,
-    h_column,
-    h_channel,
-    W: tl.constexpr,
-    VARLEN: tl.constexpr,
+    x, history, starts, final, n, d, mask, sizes, strides, W: tl.constexpr, VARLEN: tl.constexpr
 ):
     """The last W - 1 tokens of a sequence, and of its history where it is shorter."""
+    tokens, length, channels = sizes
+    x_batch, x_row, _w_tap, _w_channel, h_sequence, h_column, h_channel = strides
     if VARLEN:
         start, size = span_of(starts, n, tokens)
     else:
@@ -95,13 +81,7 @@ def _convolve(
     sequences,
     finishing,
     channels,
-    x_batch,
-    x_row,
-    w_tap,
-    w_channel,
-    h_sequence,
-    h_column,
-    h_channel,
+    strides,
     W: tl.constexpr,
     VARLEN: tl.constexpr,
     SILU: tl.constexpr,
@@ -110,31 +90,16 @@ def _convolve(
     BLOCK_D: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
+    x_batch, x_row, w_tap, w_channel, h_sequence, h_column, h_channel = strides
     tiles = tl.cdiv(channels, BLOCK_D)
     program = tl.program_id(0)
     d = program % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = d >= 0 if WHOLE else d < channels
     if program < finishing:
         if final is not None:
-            _final_states(
-                x,
-                history,
-                starts,
-                final,
-                program // tiles,
-                d,
-                mask,
-                tokens,
-                length,
-                channels,
-                x_batch,
-                x_row,
-                h_sequence,
-                h_column,
-                h_channel,
-                W,
-                VARLEN,
-            )
+            sizes = (tokens, length, channels)
+            n = program // tiles
+            _final_states(x, history, starts, final, n, d, mask, sizes, strides, W, VARLEN)
     else:
         first = (program - finishing) // tiles * BLOCK_T
         taps = taps_of(weight, d, mask, w_tap, w_channel, W)
@@ -251,10 +216,12 @@ def launch(
             sequences,
             finishing,
             channels,
-            0 if varlen else x.stride(0),
-            x.stride(-2),
-            *weight.stride(),
-            *((0, 0, 0) if history is None else history.stride()),
+            (
+                0 if varlen else x.stride(0),
+                x.stride(-2),
+                *weight.stride(),
+                *((0, 0, 0) if history is None else history.stride()),
+            ),
             W=weight.shape[0],
             VARLEN=varlen,
             SILU=silu,

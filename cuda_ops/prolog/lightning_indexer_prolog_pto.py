@@ -18,10 +18,7 @@ from torch import Tensor
 from ...dispatch.common import lightning_indexer_prolog, memory
 from ..caches import index_cache_write, quantize_index_query
 from . import indexer_prolog_pto
-
-
-def unsupported(token_x: Tensor, **_: Any) -> str | None:
-    return indexer_prolog_pto.unsupported(token_x)
+from .indexer_prolog_pto import unsupported as unsupported
 
 
 def forward(**a: Any) -> tuple[Tensor, Tensor, Tensor]:

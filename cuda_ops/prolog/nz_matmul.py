@@ -31,8 +31,9 @@ from triton.language.extra.cuda import gdc_wait
 from ...dispatch.common import memory, nz
 from ..common import gpu, handover, tiling
 from ..common.tiling import TURNED, cdiv
-from ..common.weight_forms import NZ, form_of
+from ..common.weight_forms import NZ, ends, form_of
 from ..runtime import launches
+from .blocks import chosen, placed
 from .hopper import nz_matmul as hopper
 from .hopper import prompt_matmul as prompt
 
@@ -66,51 +67,31 @@ def _product(
     FIRST: tl.constexpr,
     LATE: tl.constexpr,
 ):
-    N0: tl.constexpr = N[0]
-    N1: tl.constexpr = N[1]
-    N2: tl.constexpr = N[2]
-    N3: tl.constexpr = N[3]
-    B0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
-    B1: tl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
-    B2: tl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
-    BLOCKS: tl.constexpr = B2 + (N3 + BLOCK_N - 1) // BLOCK_N
-    TOTAL: tl.constexpr = (N0 + N1 + N2 + N3) * GROUPS
+    B: tl.constexpr = ends(N, BLOCK_N)
+    BLOCKS: tl.constexpr = B[3]
+    TOTAL: tl.constexpr = (N[0] + N[1] + N[2] + N[3]) * GROUPS
     ROW: tl.constexpr = K * GROUPS
-    program = tl.program_id(0)
-    run = tl.program_id(1)
-    first = program // (GROUP * BLOCKS) * GROUP
-    height = tl.minimum(tl.cdiv(tokens, BLOCK_T) - first, GROUP)
-    token_block = first + program % (GROUP * BLOCKS) % height
-    block = program % (GROUP * BLOCKS) // height
+    token_block, block, run = placed(tokens, BLOCK_T, BLOCKS, GROUP)
 
-    # which weight: its first block, size, place in the sum, and strides
-    w, size, begin, base = w0, N0, 0, 0
-    panel = K * C0 if IS_NZ[0] else C0
-    row = C0 if IS_NZ[0] else N0
-    if N1 > 0:
-        at1 = block >= B0
-        w = tl.where(at1, w1, w)
-        size = tl.where(at1, N1, size)
-        begin = tl.where(at1, B0, begin)
-        base = tl.where(at1, N0, base)
-        panel = tl.where(at1, K * C0 if IS_NZ[1] else C0, panel)
-        row = tl.where(at1, C0 if IS_NZ[1] else N1, row)
-    if N2 > 0:
-        at2 = block >= B1
-        w = tl.where(at2, w2, w)
-        size = tl.where(at2, N2, size)
-        begin = tl.where(at2, B1, begin)
-        base = tl.where(at2, N0 + N1, base)
-        panel = tl.where(at2, K * C0 if IS_NZ[2] else C0, panel)
-        row = tl.where(at2, C0 if IS_NZ[2] else N2, row)
-    if N3 > 0:
-        at3 = block >= B2
-        w = tl.where(at3, w3, w)
-        size = tl.where(at3, N3, size)
-        begin = tl.where(at3, B2, begin)
-        base = tl.where(at3, N0 + N1 + N2, base)
-        panel = tl.where(at3, K * C0 if IS_NZ[3] else C0, panel)
-        row = tl.where(at3, C0 if IS_NZ[3] else N3, row)
+    # which weight: its size, first block, place in the sum, and strides
+    of = (w0, N[0], 0, 0, K * C0 if IS_NZ[0] else C0, C0 if IS_NZ[0] else N[0])
+    if N[1] > 0:
+        of1 = (w1, N[1], B[0], N[0], K * C0 if IS_NZ[1] else C0, C0 if IS_NZ[1] else N[1])
+        of = chosen(block >= B[0], of1, of)
+    if N[2] > 0:
+        of2 = (w2, N[2], B[1], N[0] + N[1], K * C0 if IS_NZ[2] else C0, C0 if IS_NZ[2] else N[2])
+        of = chosen(block >= B[1], of2, of)
+    if N[3] > 0:
+        of3 = (
+            w3,
+            N[3],
+            B[2],
+            N[0] + N[1] + N[2],
+            K * C0 if IS_NZ[3] else C0,
+            C0 if IS_NZ[3] else N[3],
+        )
+        of = chosen(block >= B[2], of3, of)
+    w, size, begin, base, panel, row = of
 
     column = (block - begin) * BLOCK_N
     lo = run * RUN
@@ -121,8 +102,8 @@ def _product(
     if GROUPS > 1:  # one weight each
         group = tl.program_id(2)
         x += group * K
-        w += group.to(tl.int64) * (K * N0)
-        out += group * N0
+        w += group.to(tl.int64) * (K * N[0])
+        out += group * N[0]
         if SIZE > 0:
             turned += group * (K // SIZE * BLOCK_K)
 
@@ -130,13 +111,13 @@ def _product(
         handover.begin(FIRST)
         handover.follow(FIRST, LATE)
     if zeroed is not None:
-        for at in tl.range(program * 128, numbers, tl.num_programs(0) * 128):
+        for at in tl.range(tl.program_id(0) * 128, numbers, tl.num_programs(0) * 128):
             number = at + tl.arange(0, 128)
             tl.store(zeroed + number, 0, mask=number < numbers)
 
     RAGGED_K: tl.constexpr = K % RUN != 0
     RAGGED_N: tl.constexpr = (
-        N0 % BLOCK_N != 0 or N1 % BLOCK_N != 0 or N2 % BLOCK_N != 0 or N3 % BLOCK_N != 0
+        N[0] % BLOCK_N != 0 or N[1] % BLOCK_N != 0 or N[2] % BLOCK_N != 0 or N[3] % BLOCK_N != 0
     )
     x_base = x + lo
     if SWAP:

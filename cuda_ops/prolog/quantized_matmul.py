@@ -49,6 +49,7 @@ from ..common import gpu, handover, quantize, tiling
 from ..common.tiling import cdiv, power_of_two
 from ..common.weight_forms import LINEAR, NZ, form_of
 from ..runtime import launches
+from .blocks import chosen, placed, tile_at
 from .hopper import quantized_matmul as hopper
 from .hopper import quantized_prompt_matmul as prompt
 
@@ -259,29 +260,15 @@ def _product(
     BLOCKS: tl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
     TOTAL: tl.constexpr = (N0 + N1 + N2) * GROUPS
     KB: tl.constexpr = (K + BLOCK - 1) // BLOCK
-    program = tl.program_id(0)
-    run = tl.program_id(1)
-    first = program // (GROUP * BLOCKS) * GROUP
-    height = tl.minimum(tl.cdiv(tokens, BLOCK_T) - first, GROUP)
-    token_block = first + program % (GROUP * BLOCKS) % height
-    block = program % (GROUP * BLOCKS) // height
+    token_block, block, run = placed(tokens, BLOCK_T, BLOCKS, GROUP)
 
-    # which weight: its first block, size and place in the sum
-    w, s, size, begin, base = w0, s0, N0, 0, 0
+    # which weight: its size, first block and place in the sum
+    of = (w0, s0, N0, 0, 0)
     if N1 > 0:
-        at1 = block >= B0
-        w = tl.where(at1, w1, w)
-        s = tl.where(at1, s1, s)
-        size = tl.where(at1, N1, size)
-        begin = tl.where(at1, B0, begin)
-        base = tl.where(at1, N0, base)
+        of = chosen(block >= B0, (w1, s1, N1, B0, N0), of)
     if N2 > 0:
-        at2 = block >= B1
-        w = tl.where(at2, w2, w)
-        s = tl.where(at2, s2, s)
-        size = tl.where(at2, N2, size)
-        begin = tl.where(at2, B1, begin)
-        base = tl.where(at2, N0 + N1, base)
+        of = chosen(block >= B1, (w2, s2, N2, B1, N0 + N1), of)
+    w, s, size, begin, base = of
 
     if GROUPS > 1:  # one weight each
         group = tl.program_id(2).to(tl.int64)
@@ -369,12 +356,7 @@ def _product(
             acc = acc.to(tl.float32) * by_t[:, None] * by_n[None, :]
     n = base + column + j
     t_row = (run.to(tl.int64) * tokens + t) * TOTAL
-    if SWAP:
-        at = out + t_row[None, :] + n[:, None]
-        mask = n_mask[:, None] & t_mask[None, :]
-    else:
-        at = out + t_row[:, None] + n[None, :]
-        mask = t_mask[:, None] & n_mask[None, :]
+    at, mask = tile_at(out, t_row, n, t_mask, n_mask, SWAP)
     tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
     if CHAINED and LATE:
         gdc_wait()

@@ -49,6 +49,7 @@ from ..common import gpu, tiling
 from ..common.tiling import Tiling, cdiv, power_of_two
 from ..common.weight_forms import form_of
 from ..runtime import launches
+from .blocks import tile_at
 from .hopper import nz_matmul as hopper_product
 from .hopper import query_heads as hopper_heads
 from .hopper import query_stage as hopper_stage
@@ -454,12 +455,7 @@ def _absorb(
             ).to(dtype)
             acc = tl.dot(q_tile, w_tile, acc, input_precision="ieee")
     out_row = (t.to(tl.int64) * HEADS + head) * R
-    if SWAP:
-        at = out + out_row[None, :] + n[:, None]
-        mask = n_mask[:, None] & t_mask[None, :]
-    else:
-        at = out + out_row[:, None] + n[None, :]
-        mask = t_mask[:, None] & n_mask[None, :]
+    at, mask = tile_at(out, out_row, n, t_mask, n_mask, SWAP)
     tl.store(at, acc.to(dtype), mask=mask)
 
 

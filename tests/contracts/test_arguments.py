@@ -36,7 +36,6 @@ MEANT = {
     ("cuda_ops/attention/hopper/fused_attention_backward.py", "D", "WIDTH"),
     # the same number to the compiler, where the other kernel has a constant
     ("cuda_ops/attention/hopper/fused_infer_attention_score_v2.py", "tile", "kept"),
-    ("cuda_ops/prolog/hopper/quantized_matmul.py", "B1", "B2"),
     ("cuda_ops/indexer/hopper/topk.py", "drawn", "x"),
     ("cuda_ops/indexer/hopper/topk_of_short_rows.py", "drawn", "x"),
     ("cuda_ops/indexer/hopper/topk_of_short_rows.py", "length", "hi"),  # the last part's end

@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ...common.hopper.tma import describe_matrix, describe_nz
 from ...common.tiling import TURNED
-from ...common.weight_forms import NZ, ROW_MAJOR
+from ...common.weight_forms import NZ, ROW_MAJOR, ends
 
 _LAST = gl.constexpr(TURNED)
 
@@ -136,33 +136,25 @@ def place(tokens, BLOCK_T: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constex
 
 
 @gluon.jit
-def own(
-    block,
-    N0: gl.constexpr,
-    N1: gl.constexpr,
-    N2: gl.constexpr,
-    N3: gl.constexpr,
-    B0: gl.constexpr,
-    B1: gl.constexpr,
-    B2: gl.constexpr,
-):
-    """(first column of the sum, first block, columns) of the weight that a block is of; weights end
-    at blocks B0, B1, B2."""
+def own(block, N: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(first column of the sum, first block, columns) of the weight that a block is of; N: how many
+    columns each of the four has."""
+    B: gl.constexpr = ends(N, BLOCK_N)
     base = 0
     begin = 0
-    size = N0
-    if N1 > 0:
-        base = gl.where(block >= B0, N0, base)
-        begin = gl.where(block >= B0, B0, begin)
-        size = gl.where(block >= B0, N1, size)
-    if N2 > 0:
-        base = gl.where(block >= B1, N0 + N1, base)
-        begin = gl.where(block >= B1, B1, begin)
-        size = gl.where(block >= B1, N2, size)
-    if N3 > 0:
-        base = gl.where(block >= B2, N0 + N1 + N2, base)
-        begin = gl.where(block >= B2, B2, begin)
-        size = gl.where(block >= B2, N3, size)
+    size = N[0]
+    if N[1] > 0:
+        base = gl.where(block >= B[0], N[0], base)
+        begin = gl.where(block >= B[0], B[0], begin)
+        size = gl.where(block >= B[0], N[1], size)
+    if N[2] > 0:
+        base = gl.where(block >= B[1], N[0] + N[1], base)
+        begin = gl.where(block >= B[1], B[1], begin)
+        size = gl.where(block >= B[1], N[2], size)
+    if N[3] > 0:
+        base = gl.where(block >= B[2], N[0] + N[1] + N[2], base)
+        begin = gl.where(block >= B[2], B[2], begin)
+        size = gl.where(block >= B[2], N[3], size)
     return base, begin, size
 
 

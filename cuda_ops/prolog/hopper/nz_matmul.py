@@ -28,7 +28,7 @@ from ...common import gpu, handover
 from ...common.gluon_names import barrier, reinterpret
 from ...common.hopper.tma import DTYPES, aligned, forget
 from ...common.tiling import Tiling
-from ...common.weight_forms import steps_over
+from ...common.weight_forms import ends, steps_over
 from ...runtime import launches
 from .fused_gemm import (
     columns_first,
@@ -67,35 +67,20 @@ def _fetch(
 
 
 @gluon.jit
-def _store(
-    acc,
-    out,
-    tokens,
-    token,
-    group,
-    block,
-    run,
-    N0: gl.constexpr,
-    N1: gl.constexpr,
-    N2: gl.constexpr,
-    N3: gl.constexpr,
-    B0: gl.constexpr,
-    B1: gl.constexpr,
-    B2: gl.constexpr,
-    GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-):
+def _store(acc, out, tokens, token, group, block, run, N: gl.constexpr, GROUPS: gl.constexpr):
     """out[run, t, column] = acc [BLOCK_N, BLOCK_T]: the block's own columns, of tokens there
     are."""
+    BLOCK_N: gl.constexpr = acc.shape[0]
+    BLOCK_T: gl.constexpr = acc.shape[1]
     COLUMN_THREADS: gl.constexpr = min(32, BLOCK_N // 4)
     along: gl.constexpr = gl.BlockedLayout(
         [4, 1], [COLUMN_THREADS, 32 // COLUMN_THREADS], [1, gl.num_warps()], [0, 1]
     )
-    base, begin, size = own(block, N0, N1, N2, N3, B0, B1, B2)
+    base, begin, size = own(block, N, BLOCK_N)
     n = (block - begin) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, along))
     t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(0, along))
-    at = (run.to(gl.int64) * tokens + t) * ((N0 + N1 + N2 + N3) * GROUPS) + group * N0 + base
+    TOTAL: gl.constexpr = (N[0] + N[1] + N[2] + N[3]) * GROUPS
+    at = (run.to(gl.int64) * tokens + t) * TOTAL + group * N[0] + base
     result = gl.convert_layout(acc.to(out.dtype.element_ty), along)
     gl.store(
         out + at[None, :] + n[:, None], result, mask=(n < size)[:, None] & (t < tokens)[None, :]
@@ -141,20 +126,13 @@ def _product(
     INTERLEAVED: gl.constexpr,
     FORM: gl.constexpr,
 ):
-    N0: gl.constexpr = N[0]
-    N1: gl.constexpr = N[1]
-    N2: gl.constexpr = N[2]
-    N3: gl.constexpr = N[3]
-    B0: gl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
-    B1: gl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
-    B2: gl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
-    B3: gl.constexpr = B2 + (N3 + BLOCK_N - 1) // BLOCK_N
+    B: gl.constexpr = ends(N, BLOCK_N)
     BYTES: gl.constexpr = (BLOCK_N + BLOCK_T) * BLOCK_K * 2
     CHUNKS: gl.constexpr = RUN // BLOCK_K  # past the end of K, a copy fills in zeros
     w_tiles = weight_tiles(w0, STAGES, BLOCK_N, BLOCK_K, FORM)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, BLOCK_K], x.layout)
     full = ring(STAGES)
-    token, block, run = place(tokens, BLOCK_T, B3, GROUP)
+    token, block, run = place(tokens, BLOCK_T, B[3], GROUP)
     group = gl.program_id(2)
     lo = run * RUN
     x_lo = group * K + lo
@@ -166,10 +144,10 @@ def _product(
         bar = full.index(i)
         w_tile = w_tiles.index(i)
         mbarrier.expect(bar, BYTES)
-        _fetch(w0, group, block, 0, B0, BLOCK_N, N0, K, FORM, k, bar, w_tile, True)
-        _fetch(w1, group, block, B0, B1, BLOCK_N, N1, K, FORM, k, bar, w_tile, True)
-        _fetch(w2, group, block, B1, B2, BLOCK_N, N2, K, FORM, k, bar, w_tile, True)
-        _fetch(w3, group, block, B2, B3, BLOCK_N, N3, K, FORM, k, bar, w_tile, True)
+        _fetch(w0, group, block, 0, B[0], BLOCK_N, N[0], K, FORM, k, bar, w_tile, True)
+        _fetch(w1, group, block, B[0], B[1], BLOCK_N, N[1], K, FORM, k, bar, w_tile, True)
+        _fetch(w2, group, block, B[1], B[2], BLOCK_N, N[2], K, FORM, k, bar, w_tile, True)
+        _fetch(w3, group, block, B[2], B[3], BLOCK_N, N[3], K, FORM, k, bar, w_tile, True)
     handover.follow(FIRST, LATE)
     for i in range(ahead):
         load_x(x, turned, token, x_lo + i * BLOCK_K, full.index(i), x_tiles.index(i), SIZE)
@@ -195,10 +173,10 @@ def _product(
         bar = full.index(next_stage)
         w_next = w_tiles.index(next_stage)
         mbarrier.expect(bar, BYTES, pred=wanted)
-        _fetch(w0, group, block, 0, B0, BLOCK_N, N0, K, FORM, k, bar, w_next, wanted)
-        _fetch(w1, group, block, B0, B1, BLOCK_N, N1, K, FORM, k, bar, w_next, wanted)
-        _fetch(w2, group, block, B1, B2, BLOCK_N, N2, K, FORM, k, bar, w_next, wanted)
-        _fetch(w3, group, block, B2, B3, BLOCK_N, N3, K, FORM, k, bar, w_next, wanted)
+        _fetch(w0, group, block, 0, B[0], BLOCK_N, N[0], K, FORM, k, bar, w_next, wanted)
+        _fetch(w1, group, block, B[0], B[1], BLOCK_N, N[1], K, FORM, k, bar, w_next, wanted)
+        _fetch(w2, group, block, B[1], B[2], BLOCK_N, N[2], K, FORM, k, bar, w_next, wanted)
+        _fetch(w3, group, block, B[2], B[3], BLOCK_N, N[3], K, FORM, k, bar, w_next, wanted)
         x_next = x_tiles.index(next_stage)
         load_x(x, turned, token, group * K + k, bar, x_next, SIZE, wanted)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
@@ -217,29 +195,11 @@ def _product(
             number = block * PARTS + part
             at = out + number * 64
             if number % (HEAD // 64) == 0:
-                rotate(tile, at, N0, sin, cos, token, tokens, BLOCK_T, INTERLEAVED)
+                rotate(tile, at, N[0], sin, cos, token, tokens, BLOCK_T, INTERLEAVED)
             else:
-                pass_on(tile, at, N0, token, tokens, BLOCK_T)
+                pass_on(tile, at, N[0], token, tokens, BLOCK_T)
     else:
-        _store(
-            acc,
-            out,
-            tokens,
-            token,
-            group,
-            block,
-            run,
-            N0,
-            N1,
-            N2,
-            N3,
-            B0,
-            B1,
-            B2,
-            GROUPS,
-            BLOCK_N,
-            BLOCK_T,
-        )
+        _store(acc, out, tokens, token, group, block, run, N, GROUPS)
     forget(full)
     if LATE:
         gdc_wait()

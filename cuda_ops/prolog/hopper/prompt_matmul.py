@@ -55,48 +55,36 @@ class Shared(NamedTuple):
     empty: Any
 
 
+class Constants(NamedTuple):
+    """SIZE: of a head of x, whose last dims `turned` has; 0: all are x's."""
+
+    K: int
+    N: int
+    SIZE: int
+    BLOCK_T: int
+    BLOCK_N: int
+    FORM: int
+
+
 @gluon.jit
-def _load(
-    x,
-    turned,
-    w,
-    shared,
-    tokens,
-    tiles,
-    K: gl.constexpr,
-    N: gl.constexpr,
-    SIZE: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    FORM: gl.constexpr,
-):
+def _load(x, turned, w, shared, tokens, tiles, C: gl.constexpr):
     step = 0
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group, token, column = tile_at(number, tokens, N, BLOCK_T, BLOCK_N)
-        for k in range(0, K, BLOCK_K):
+        group, token, column = tile_at(number, tokens, C.N, C.BLOCK_T, C.BLOCK_N)
+        for k in range(0, C.K, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(shared.empty.index(stage), (step // STAGES + 1) & 1)
             bar = shared.full.index(stage)
-            mbarrier.expect(bar, (BLOCK_T + BLOCK_N) * BLOCK_K * 2)
-            load_weight_of(w, group, column, k, bar, shared.w.index(stage), N, K, FORM)
-            load_x(x, turned, token, group * K + k, bar, shared.x.index(stage), SIZE)
+            mbarrier.expect(bar, (C.BLOCK_T + C.BLOCK_N) * BLOCK_K * 2)
+            load_weight_of(w, group, column, k, bar, shared.w.index(stage), C.N, C.K, C.FORM)
+            load_x(x, turned, token, group * C.K + k, bar, shared.x.index(stage), C.SIZE)
             step += 1
 
 
 @gluon.jit
-def _multiply(
-    out,
-    shared,
-    tokens,
-    tiles,
-    WG: gl.constexpr,
-    K: gl.constexpr,
-    N: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    FORM: gl.constexpr,
-):
-    HALF: gl.constexpr = BLOCK_T // 2
+def _multiply(out, shared, tokens, tiles, WG: gl.constexpr, C: gl.constexpr):
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    HALF: gl.constexpr = C.BLOCK_T // 2
     PART: gl.constexpr = BLOCK_N // PARTS
     x_tiles, w_tiles, out_tiles, full, empty = shared
     x_halves = reinterpret(x_tiles, x_tiles.dtype, [STAGES * 2, HALF, BLOCK_K], x_tiles.layout)
@@ -105,12 +93,12 @@ def _multiply(
     )
     step = 0
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group, token, column = tile_at(number, tokens, N, BLOCK_T, BLOCK_N)
+        group, token, column = tile_at(number, tokens, C.N, C.BLOCK_T, C.BLOCK_N)
         acc = gl.zeros([HALF, BLOCK_N], gl.float32, summed)
-        for k in range(0, K, BLOCK_K):
+        for k in range(0, C.K, BLOCK_K):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            w_tile = columns_first(w_tiles.index(stage), BLOCK_N, BLOCK_K, FORM).permute([1, 0])
+            w_tile = columns_first(w_tiles.index(stage), BLOCK_N, BLOCK_K, C.FORM).permute([1, 0])
             acc = warpgroup_mma(x_halves.index(stage * 2 + WG), w_tile, acc, is_async=True)
             # the product before is done
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
@@ -122,7 +110,7 @@ def _multiply(
         a, b = halves(low)
         c, d = halves(high)
         row = token + WG * HALF
-        column += group * N
+        column += group * C.N
         put(a, out, row, column, out_tiles.index(WG * 2))
         put(b, out, row, column + PART, out_tiles.index(WG * 2 + 1))
         put(c, out, row, column + 2 * PART, out_tiles.index(WG * 2))
@@ -138,18 +126,13 @@ def _product(
     out,
     tokens,
     tiles,
-    K: gl.constexpr,
-    N: gl.constexpr,
-    SIZE: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    FORM: gl.constexpr,
+    C: gl.constexpr,
     FIRST: gl.constexpr,
 ):
-    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, BLOCK_K], x.layout)
-    w_tiles = weight_tiles(w, STAGES, BLOCK_N, BLOCK_K, FORM)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, C.BLOCK_T, BLOCK_K], x.layout)
+    w_tiles = weight_tiles(w, STAGES, C.BLOCK_N, BLOCK_K, C.FORM)
     out_tiles = gl.allocate_shared_memory(
-        out.dtype, [4, BLOCK_T // 2, BLOCK_N // PARTS], out.layout
+        out.dtype, [4, C.BLOCK_T // 2, C.BLOCK_N // PARTS], out.layout
     )
     full, empty = in_turn(STAGES, 2)
     shared = Shared(x_tiles, w_tiles, out_tiles, full, empty)
@@ -157,9 +140,9 @@ def _product(
     handover.follow(FIRST, False)
     gl.warp_specialize(
         [
-            (_multiply, (out, shared, tokens, tiles, 0, K, N, BLOCK_T, BLOCK_N, FORM)),
-            (_multiply, (out, shared, tokens, tiles, 1, K, N, BLOCK_T, BLOCK_N, FORM)),
-            (_load, (x, turned, w, shared, tokens, tiles, K, N, SIZE, BLOCK_T, BLOCK_N, FORM)),
+            (_multiply, (out, shared, tokens, tiles, 0, C)),
+            (_multiply, (out, shared, tokens, tiles, 1, C)),
+            (_load, (x, turned, w, shared, tokens, tiles, C)),
         ],
         [4, 1],
         [232, 24],
@@ -208,12 +191,7 @@ def launch(
         describe_matrix(out, tokens, groups * n, [rows // 2, width // CUT]),
         tokens,
         tiles,
-        K=depth,
-        N=n,
-        SIZE=size,
-        BLOCK_T=rows,
-        BLOCK_N=width,
-        FORM=form,
+        C=Constants(depth, n, size, rows, width, form),
         FIRST=first,
         num_warps=4,
         launch_pdl=not forked,

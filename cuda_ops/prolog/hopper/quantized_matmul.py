@@ -12,6 +12,7 @@ kernel that writes x.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -27,11 +28,30 @@ from ...common import gpu, handover
 from ...common.gluon_names import barrier, reinterpret, tma_load
 from ...common.hopper.tma import aligned, describe_box, forget
 from ...common.tiling import Tiling, cdiv, power_of_two
+from ...common.weight_forms import ends
 from ...runtime import launches
 from .fused_gemm import own, place, ring
 
 SWAPPED = 32  # tokens of one transposed product
 SCALES = 2048  # that shared memory has at a time
+
+
+class Constants(NamedTuple):
+    """KB: blocks of k; CHUNKS: of them in a run, of whose scales WINDOW are held at a time."""
+
+    KB: int
+    CHUNKS: int
+    N: tuple[int, ...]
+    BLOCK_T: int
+    BLOCK_N: int
+    STAGES: int
+    WINDOW: int
+    GROUP: int
+    GROUPS: int
+    SWAP: bool
+    FIRST: bool
+    LATE: bool
+    SECOND: bool
 
 
 @gluon.jit
@@ -72,58 +92,30 @@ def _scale(
 
 
 @gluon.jit
-def _scales(
-    s0,
-    s1,
-    s2,
-    block,
-    k_block,
-    KB: gl.constexpr,
-    N0: gl.constexpr,
-    N1: gl.constexpr,
-    N2: gl.constexpr,
-    B0: gl.constexpr,
-    B1: gl.constexpr,
-    B2: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
+def _scales(s0, s1, s2, block, k_block, KB: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr):
     """Of the weights' blocks of k."""
-    by = _scale(s0, block, k_block, 0, B0, BLOCK_N, KB, N0)
-    if N1 > 0:
-        by += _scale(s1, block, k_block, B0, B1, BLOCK_N, KB, N1)
-    if N2 > 0:
-        by += _scale(s2, block, k_block, B1, B2, BLOCK_N, KB, N2)
+    B: gl.constexpr = ends(N, BLOCK_N)
+    by = _scale(s0, block, k_block, 0, B[0], BLOCK_N, KB, N[0])
+    if N[1] > 0:
+        by += _scale(s1, block, k_block, B[0], B[1], BLOCK_N, KB, N[1])
+    if N[2] > 0:
+        by += _scale(s2, block, k_block, B[1], B[2], BLOCK_N, KB, N[2])
     return by
 
 
 @gluon.jit
-def _store(
-    acc,
-    out,
-    tokens,
-    token,
-    first,
-    block,
-    run,
-    N0: gl.constexpr,
-    N1: gl.constexpr,
-    N2: gl.constexpr,
-    B0: gl.constexpr,
-    B1: gl.constexpr,
-    GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-):
-    """out[run, t, column] = acc [BLOCK_T, BLOCK_N]: the block's own columns, of tokens there
+def _store(acc, out, tokens, token, first, block, run, N: gl.constexpr, GROUPS: gl.constexpr):
+    """out[run, t, column] = acc [BLOCK_T, WIDTH]: the block's own columns, of tokens there
     are."""
-    LANES: gl.constexpr = BLOCK_N // 4
+    WIDTH: gl.constexpr = acc.shape[1]
+    LANES: gl.constexpr = WIDTH // 4
     along: gl.constexpr = gl.BlockedLayout(
         [1, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
     )
-    base, begin, size = own(block, N0, N1, N2, 0, B0, B1, B1)
-    n = (block - begin) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, along))[None, :]
-    t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(1, along))[:, None]
-    at = (run.to(gl.int64) * tokens + t) * ((N0 + N1 + N2) * GROUPS) + first + base
+    base, begin, size = own(block, N, WIDTH)
+    n = (block - begin) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, along))[None, :]
+    t = token + gl.arange(0, acc.shape[0], gl.SliceLayout(1, along))[:, None]
+    at = (run.to(gl.int64) * tokens + t) * ((N[0] + N[1] + N[2]) * GROUPS) + first + base
     result = gl.convert_layout(acc.to(out.dtype.element_ty), along)
     gl.store(out + at + n, result, mask=(n < size) & (t < tokens))
 
@@ -140,79 +132,66 @@ def _product(
     s2,
     out,
     tokens,
-    KB: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    N0: gl.constexpr,
-    N1: gl.constexpr,
-    N2: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    WINDOW: gl.constexpr,
-    GROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
-    SWAP: gl.constexpr,
-    FIRST: gl.constexpr,
-    LATE: gl.constexpr,
-    SECOND: gl.constexpr,
+    C: gl.constexpr,
 ):
-    B0: gl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
-    B1: gl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
-    B2: gl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
+    BLOCK_T: gl.constexpr = C.BLOCK_T
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    STAGES: gl.constexpr = C.STAGES
+    B: gl.constexpr = ends(C.N, BLOCK_N)
     BYTES: gl.constexpr = (BLOCK_N + BLOCK_T) * 128
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, 128], w0.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, 128], x.layout)
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    table = gl.allocate_shared_memory(gl.float32, [WINDOW, BLOCK_T], ROWS)
-    scales = reinterpret(table, gl.float32, [WINDOW, BLOCK_T], FLAT)
+    table = gl.allocate_shared_memory(gl.float32, [C.WINDOW, BLOCK_T], ROWS)
+    scales = reinterpret(table, gl.float32, [C.WINDOW, BLOCK_T], FLAT)
     full = ring(STAGES)
-    token, block, run = place(tokens, BLOCK_T, B2, GROUP)
-    lo = run * CHUNKS
+    token, block, run = place(tokens, BLOCK_T, B[2], C.GROUP)
+    lo = run * C.CHUNKS
     group = gl.program_id(2)
     row = group * tokens + token  # of x
-    column = group * N0  # of a group's one weight, and of out
-    x_scale += group.to(gl.int64) * tokens * KB
-    s0 += group * (KB * ((N0 + 127) // 128))
+    column = group * C.N[0]  # of a group's one weight, and of out
+    x_scale += group.to(gl.int64) * tokens * C.KB
+    s0 += group * (C.KB * ((C.N[0] + 127) // 128))
 
-    LANES: gl.constexpr = min(WINDOW, 32)
+    LANES: gl.constexpr = min(C.WINDOW, 32)
     along: gl.constexpr = gl.BlockedLayout(
         [1, 1], [LANES, 32 // LANES], [1, gl.num_warps()], [0, 1]
     )
     t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(0, along))
-    k_block = lo + gl.arange(0, WINDOW, gl.SliceLayout(1, along))
+    k_block = lo + gl.arange(0, C.WINDOW, gl.SliceLayout(1, along))
 
-    handover.begin(FIRST)
+    handover.begin(C.FIRST)
     for i in gl.static_range(STAGES):
         bar = full.index(i)
         mbarrier.expect(bar, BYTES)
-        _fetch(w0, column, block, 0, B0, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
-        _fetch(w1, column, block, B0, B1, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
-        _fetch(w2, column, block, B1, B2, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
-    by = _scales(s0, s1, s2, block, k_block, KB, N0, N1, N2, B0, B1, B2, BLOCK_N)
-    handover.follow(FIRST, LATE, SECOND)
+        _fetch(w0, column, block, 0, B[0], BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
+        _fetch(w1, column, block, B[0], B[1], BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
+        _fetch(w2, column, block, B[1], B[2], BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
+    by = _scales(s0, s1, s2, block, k_block, C.KB, C.N, BLOCK_N)
+    handover.follow(C.FIRST, C.LATE, C.SECOND)
     for i in gl.static_range(STAGES):
         tma_load(x, [row, (lo + i) * 128], full.index(i), x_tiles.index(i))
 
     summed: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0],
         warps_per_cta=[gl.num_warps(), 1],
-        instr_shape=[16, BLOCK_T if SWAP else BLOCK_N, 32],
+        instr_shape=[16, BLOCK_T if C.SWAP else BLOCK_N, 32],
     )
-    zero = gl.zeros([BLOCK_N, BLOCK_T] if SWAP else [BLOCK_T, BLOCK_N], gl.float32, summed)
-    of_tokens: gl.constexpr = gl.SliceLayout(0 if SWAP else 1, summed)
+    zero = gl.zeros([BLOCK_N, BLOCK_T] if C.SWAP else [BLOCK_T, BLOCK_N], gl.float32, summed)
+    of_tokens: gl.constexpr = gl.SliceLayout(0 if C.SWAP else 1, summed)
     acc = zero
-    for first in range(0, CHUNKS, WINDOW):
-        at = x_scale + t.to(gl.int64)[None, :] * KB + k_block[:, None]
-        there = (t < tokens)[None, :] & (k_block < KB)[:, None]
+    for first in range(0, C.CHUNKS, C.WINDOW):
+        at = x_scale + t.to(gl.int64)[None, :] * C.KB + k_block[:, None]
+        there = (t < tokens)[None, :] & (k_block < C.KB)[:, None]
         table.store(gl.load(at, mask=there, other=0.0) * by[:, None])
         barrier()  # as the one in the loop, behind which no warp reads the scales before these
-        for step in range(first, gl.minimum(first + WINDOW, CHUNKS)):
+        for step in range(first, gl.minimum(first + C.WINDOW, C.CHUNKS)):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             x_tile = x_tiles.index(stage)
             w_tile = w_tiles.index(stage)
-            if SWAP:
+            if C.SWAP:
                 x_side = x_tile.permute([1, 0])
                 part = warpgroup_mma(w_tile, x_side, zero, use_acc=False, is_async=True)
             else:
@@ -222,28 +201,26 @@ def _product(
             part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
             barrier()  # done in every warp: the tiles are free
             later = step + STAGES
-            wanted = later < CHUNKS
+            wanted = later < C.CHUNKS
             k = (lo + later) * 128
             bar = full.index(stage)
             mbarrier.expect(bar, BYTES, pred=wanted)
-            _fetch(w0, column, block, 0, B0, BLOCK_N, k, bar, w_tile, wanted)
-            _fetch(w1, column, block, B0, B1, BLOCK_N, k, bar, w_tile, wanted)
-            _fetch(w2, column, block, B1, B2, BLOCK_N, k, bar, w_tile, wanted)
+            _fetch(w0, column, block, 0, B[0], BLOCK_N, k, bar, w_tile, wanted)
+            _fetch(w1, column, block, B[0], B[1], BLOCK_N, k, bar, w_tile, wanted)
+            _fetch(w2, column, block, B[1], B[2], BLOCK_N, k, bar, w_tile, wanted)
             tma_load(x, [row, k], bar, x_tile, pred=wanted)
-            if SWAP:
+            if C.SWAP:
                 acc += part * scale[None, :]
             else:
                 acc += part * scale[:, None]
-        k_block += WINDOW
-        by = _scales(s0, s1, s2, block, k_block, KB, N0, N1, N2, B0, B1, B2, BLOCK_N)
+        k_block += C.WINDOW
+        by = _scales(s0, s1, s2, block, k_block, C.KB, C.N, BLOCK_N)
 
-    if SWAP:
+    if C.SWAP:
         acc = acc.permute([1, 0])
-    _store(
-        acc, out, tokens, token, column, block, run, N0, N1, N2, B0, B1, GROUPS, BLOCK_N, BLOCK_T
-    )
+    _store(acc, out, tokens, token, column, block, run, C.N, C.GROUPS)
     forget(full)
-    if LATE:
+    if C.LATE:
         gdc_wait()
 
 
@@ -282,21 +259,21 @@ def launch(
         *scales,
         out,
         tokens,
-        KB=cdiv(depth, 128),
-        CHUNKS=chunks,
-        N0=sizes[0],
-        N1=sizes[1],
-        N2=sizes[2],
-        BLOCK_T=config.tokens,
-        BLOCK_N=config.columns,
-        STAGES=min(chunks, config.stages),
-        WINDOW=min(power_of_two(chunks), SCALES // config.tokens),
-        GROUP=config.group,
-        GROUPS=groups,
-        SWAP=config.swap,
-        FIRST=first,
-        LATE=late,
-        SECOND=second,
+        C=Constants(
+            KB=cdiv(depth, 128),
+            CHUNKS=chunks,
+            N=(*sizes, 0),
+            BLOCK_T=config.tokens,
+            BLOCK_N=config.columns,
+            STAGES=min(chunks, config.stages),
+            WINDOW=min(power_of_two(chunks), SCALES // config.tokens),
+            GROUP=config.group,
+            GROUPS=groups,
+            SWAP=config.swap,
+            FIRST=first,
+            LATE=late,
+            SECOND=second,
+        ),
         num_warps=config.warps,
         launch_pdl=not forked,
     )
