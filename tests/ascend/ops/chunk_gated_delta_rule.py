@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import memory
+from ..alike import RATES_TO_2
 from ..case import Arguments, Case, Finding, Inputs, in_rounds, judge_floats
 from ..controls import Control
 
@@ -108,13 +109,7 @@ CASES = (
     Case(OP, "one chunk, and no second", call([64]), judge=judge),
 )
 CONTROLS = (
-    Control(
-        "rates to 2 end at 1",
-        "rates",
-        "(BETA - 1.0) / (1.0 + tl.exp(-rate))",
-        "1.0 / (1.0 + tl.exp(-rate))",
-        "rates to 2",
-    ),
+    RATES_TO_2,
     Control(
         "a length that wraps",
         "lengths",

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..alike import NO_SLOPE, first_chunks
 from ..case import Arguments, Case, Inputs, in_rounds
 from ..controls import Control
 from . import chunk_gated_delta_rule as forward
@@ -106,13 +107,7 @@ CASES = tuple(
     )
 )
 CONTROLS = (
-    Control(
-        "the sigmoid's slope forgotten",
-        "rates",
-        "grad * rate * (1.0 - rate / (BETA - 1.0))",
-        "grad * 1.0",
-        "rates to 1, packed",
-    ),
+    NO_SLOPE,
     Control(
         "a token sees itself in the triangle's gradient",
         KERNEL,
@@ -155,13 +150,7 @@ CONTROLS = (
         "here = slice(0, at_once)",
         "a head a round",
     ),
-    Control(
-        "the first 64 chunks of a sequence alone",
-        KERNEL,
-        "range(0, chunks, CHUNK)",
-        "range(0, tl.minimum(chunks, CHUNK), CHUNK)",
-        "65 chunks",
-    ),
+    first_chunks(KERNEL),
     Control(
         "a tile that does not fit",
         KERNEL,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..alike import RATES_TO_2
 from ..case import Arguments, Case, Inputs, in_rounds
 from ..controls import Control
 from .chunk_gated_delta_rule import judge
@@ -114,12 +115,18 @@ def lasting(x: Inputs) -> Arguments:
     return arguments
 
 
+def gates_near(gate: float, rate: float, tokens: int, x: Inputs) -> Arguments:
+    """`rate`: the logarithm of its factor."""
+    arguments = call([tokens], (1, 1), (16, 16), packed=False)(x)
+    arguments["g"].mul_(0.1).add_(gate)
+    arguments["dt_bias"].zero_()
+    arguments["A_log"].fill_(rate)
+    return arguments
+
+
 def below(x: Inputs) -> Arguments:
     """Where softplus is near its argument, and the state is a product of many such decays."""
-    arguments = call([150], (1, 1), (16, 16), packed=False)(x)
-    arguments["g"].mul_(0.1).add_(4.5)
-    arguments["dt_bias"].zero_()
-    arguments["A_log"].fill_(math.log(8 / (150 * 4.5)))
+    arguments = gates_near(4.5, math.log(8 / (150 * 4.5)), 150, x)
     arguments["v"].mul_(1e-3)
     arguments["beta"].mul_(1e-3)
     return arguments
@@ -127,11 +134,7 @@ def below(x: Inputs) -> Arguments:
 
 def faint(x: Inputs) -> Arguments:
     """Where 1 + exp(x) is 1, and the rate makes a decay of it."""
-    arguments = call([100], (1, 1), (16, 16), packed=False)(x)
-    arguments["g"].mul_(0.1).sub_(17)
-    arguments["dt_bias"].zero_()
-    arguments["A_log"].fill_(12)
-    return arguments
+    return gates_near(-17, 12, 100, x)
 
 
 def at_bound(x: Inputs) -> Arguments:
@@ -208,13 +211,7 @@ CASES = (
     Case(OP, "a batch of one token each", call([1] * 3, (1, 1), packed=False), judge=judge),
 )
 CONTROLS = (
-    Control(
-        "rates to 2 end at 1",
-        "rates",
-        "(BETA - 1.0) / (1.0 + tl.exp(-rate))",
-        "1.0 / (1.0 + tl.exp(-rate))",
-        "rates to 2",
-    ),
+    RATES_TO_2,
     Control(
         "an exponent above 0",
         KERNEL,

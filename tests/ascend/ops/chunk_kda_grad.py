@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..alike import NO_SLOPE, first_chunks
 from ..case import Arguments, Case, Finding, Inputs, in_rounds, judge_floats
 from ..controls import Control
 from . import chunk_kda as forward
@@ -137,13 +138,7 @@ CASES = tuple(
     )
 )
 CONTROLS = (
-    Control(
-        "the sigmoid's slope forgotten",
-        "rates",
-        "grad * rate * (1.0 - rate / (BETA - 1.0))",
-        "grad * 1.0",
-        "rates to 1, packed",
-    ),
+    NO_SLOPE,
     Control(
         "the decay between chunks forgotten",
         KERNEL,
@@ -221,13 +216,7 @@ CONTROLS = (
         "of_A = parts[0]",
         "two chunks a round, a batch",
     ),
-    Control(
-        "the first 64 chunks of a sequence alone",
-        KERNEL,
-        "range(0, chunks, CHUNK)",
-        "range(0, tl.minimum(chunks, CHUNK), CHUNK)",
-        "65 chunks",
-    ),
+    first_chunks(KERNEL),
     Control(
         "dt_bias gets padded tokens",
         KERNEL,

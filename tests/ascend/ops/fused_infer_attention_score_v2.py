@@ -14,6 +14,7 @@ from .. import memory
 from ..case import Arguments, Case, Inputs, in_rounds
 from ..conditions import far_apart, many_requests, pages_apart, with_
 from ..controls import Control
+from .sparse_flash_attention import opposed
 
 OP = "npu_fused_infer_attention_score_v2"
 Make = Callable[[Inputs], Arguments]
@@ -130,14 +131,6 @@ def _pool(make: Make) -> Make:
 def _same_key(make: Make) -> Make:
     """`value` is the key that a condition has put in its place."""
     return with_(make, value=lambda arguments: arguments["key"])
-
-
-def opposed(arguments: Arguments) -> torch.Tensor:
-    """Queries below 0 and keys above: every score is far below 0."""
-    for name in ("key", "key_rope"):
-        arguments[name].abs_()
-    arguments["query_rope"].abs_().neg_()
-    return arguments["query"].abs_().neg_()
 
 
 def _absent_pages(arguments: Arguments) -> torch.Tensor:

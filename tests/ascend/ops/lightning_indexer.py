@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from .. import memory
+from ..alike import MANY_REQUESTS
 from ..case import Arguments, Case, Finding, Inputs, in_rounds, judge
 from ..conditions import a_page_past_the_last, far_apart, many_requests, pages_apart, with_
 from ..controls import Control
+from ..pages import shuffled
 
 D = 128
 
@@ -32,13 +34,7 @@ def paged(
     D = size
 
     def make(inputs: Inputs) -> Arguments:
-        reach = max(-(-n // page) for n in lengths) + 1
-        total = sum(-(-n // page) for n in lengths) + 2
-        order = inputs.permutation(total).tolist()
-        table = torch.full((len(lengths), reach), -1)
-        for i, n in enumerate(lengths):
-            used = -(-n // page)
-            table[i, :used] = torch.tensor([order.pop() for _ in range(used)])
+        table, order, total = shuffled(inputs, lengths, page, 2)
         key = inputs.whole(total, page, 1, D, low=-1, high=2)
         if not whole:
             key.copy_(inputs.normal(total, page, 1, D))
@@ -95,39 +91,39 @@ def rows(layout: str, heads: int, k: int, **options: Any) -> Callable[[Inputs], 
     return make
 
 
+def with_lengths(
+    make: Callable[[Inputs], Arguments], **of: list[int]
+) -> Callable[[Inputs], Arguments]:
+    """`of` queries, of keys, or of both."""
+    return lambda x: (
+        make(x) | {f"actual_seq_lengths_{name}": x.ints(lengths) for name, lengths in of.items()}
+    )
+
+
 def beyond(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
     """The prefix sums of 7 queries in 3 requests, below 0 and above 7."""
-    lengths = [-(2**31), 4, 2**31 - 1]
-    return lambda x: make(x) | dict(actual_seq_lengths_query=x.ints(lengths))
+    return with_lengths(make, query=[-(2**31), 4, 2**31 - 1])
 
 
 def to_the_last_row(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
-    """The keys of the last request of three end with the tensor."""
-    return lambda x: (
-        make(x)
-        | dict(
-            key=x.whole(232, 1, D, low=-1, high=2),  # of which no scale is followed by padding
-            actual_seq_lengths_key=x.ints([150, 151, 232]),
-        )
-    )
+    """The last request of three ends with the tensor: no padding follows the scales of its keys."""
+    drawn = lambda x: make(x) | dict(key=x.whole(232, 1, D, low=-1, high=2))  # noqa: E731
+    return with_lengths(drawn, key=[150, 151, 232])
 
 
 def two_long_requests(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
     """The second one begins behind as many tokens as there are groups."""
-    return lambda x: (
-        make(x)
-        | dict(
-            query=x.whole(24, 16, D, low=-1, high=2),
-            weights=x.whole(24, 16, low=-2, high=3),
-            actual_seq_lengths_query=x.ints([20, 24]),
-            actual_seq_lengths_key=x.ints([150, 228]),
-        )
-    )
+
+    def drawn(x: Inputs) -> Arguments:
+        given = make(x)
+        query, weights = x.whole(24, 16, D, low=-1, high=2), x.whole(24, 16, low=-2, high=3)
+        return given | dict(query=query, weights=weights)
+
+    return with_lengths(drawn, query=[20, 24], key=[150, 228])
 
 
 def no_request(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
-    names = ("actual_seq_lengths_query", "actual_seq_lengths_key")
-    return lambda x: make(x) | {name: x.ints([]) for name in names}
+    return with_lengths(make, query=[], key=[])
 
 
 def decode(requests: int, page: int = 16, size: int = 32) -> Callable[[Inputs], Arguments]:
@@ -301,6 +297,11 @@ def by_score(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -
 
 
 OP = "npu_lightning_indexer"
+HEADS_IN_PAGES = (
+    *((heads, 64) for heads in (16, 32, 64)),
+    *((16, 32), (32, 96), (64, 32)),
+    *((16, 16), (32, 48), (64, 80)),
+)
 # rows so long that candidates are collected, of few heads
 LONG = with_(paged([5000, 4300, 3], 4, 16, size=32), weights=spread)
 CASES = (
@@ -310,17 +311,7 @@ CASES = (
     Case(OP, "paged, 16 heads", paged([300, 257], 1, 16)),
     *(
         Case(OP, f"paged, {heads} heads, page {page}", paged([200, 33], 1, heads, 48, page))
-        for heads, page in (
-            (16, 64),
-            (32, 64),
-            (64, 64),
-            (16, 32),
-            (32, 96),
-            (64, 32),
-            (16, 16),
-            (32, 48),
-            (64, 80),
-        )
+        for heads, page in HEADS_IN_PAGES
     ),
     Case(OP, "paged, 128 heads", paged([140], 1, 128)),
     Case(OP, "paged, 80 heads", paged([140], 1, 80)),
@@ -659,13 +650,7 @@ CONTROLS = (
         "(number <= cache.pages)",
         "the page past the last",
     ),
-    Control(
-        "128 requests at most",
-        "ragged",
-        "for start in range(0, requests, 128)",
-        "for start in range(0, 1, 128)",
-        "TND, 133 requests, paged",
-    ),
+    MANY_REQUESTS,
     Control(
         "the candidates of the pieces before",
         OP[4:],

@@ -63,18 +63,7 @@ CASES = (
     quant("paged, 16 heads, folded", in_int8(paged([300, 257], 1, 16), fold=True)),
     *(
         quant(f"paged, {heads} heads, page {page}", in_int8(paged([200, 33], 1, heads, 48, page)))
-        for heads, page in (
-            (32, 128),
-            (16, 64),
-            (32, 64),
-            (64, 64),
-            (16, 32),
-            (32, 96),
-            (64, 32),
-            (16, 16),
-            (32, 48),
-            (64, 80),
-        )
+        for heads, page in ((32, 128), *lightning_indexer.HEADS_IN_PAGES)
     ),
     quant(
         "paged, 24 heads, float32 scales",

@@ -18,6 +18,18 @@ from .mla_prolog_pto import row_major, weight
 OP = "npu_sharedkv_prolog_pto"
 
 
+def weights(
+    x: Inputs, hidden: int, rank: int, heads: int, size: int, form: str
+) -> dict[str, torch.Tensor]:
+    return dict(
+        w_dq=weight(x, hidden, rank, form),
+        w_uq=weight(x, rank, heads * size, form),
+        w_kv=weight(x, hidden, size, form),
+        gamma_cq=x.normal(rank),
+        gamma_kv=x.normal(size),
+    )
+
+
 def prolog(
     lengths: list[int],
     used: list[int] | None,
@@ -48,11 +60,7 @@ def prolog(
         written = table.gather(1, (position.clamp(min=0) // page).clamp(max=columns - 1))[present]
         arguments: Arguments = dict(
             token_x=x.normal(requests, steps, hidden),
-            w_dq=weight(x, hidden, rank, form),
-            w_uq=weight(x, rank, heads * size, form),
-            w_kv=weight(x, hidden, size, form),
-            gamma_cq=x.normal(rank),
-            gamma_kv=x.normal(size),
+            **weights(x, hidden, rank, heads, size, form),
             rope_sin=x.normal(requests, steps, rotary),
             rope_cos=x.normal(requests, steps, rotary),
             ori_kv=x.normal(pages, page, 1, size),

@@ -23,6 +23,7 @@ from ..case import judge as judge_all
 from ..controls import Control
 from .mla_prolog_pto import weight
 from .quantized_prolog import judge_bytes
+from .sharedkv_prolog_pto import weights
 
 OP = "npu_sparse_attention_v4_pto"
 WIDE = torch.float32
@@ -91,11 +92,7 @@ def layer(
         seen = [range(max(a - window + 1, 0), max(a, 0)) for a in starts]
         given: Arguments = dict(
             x=x.normal(requests, steps, hidden),
-            w_dq=weight(x, hidden, rank, form),
-            w_uq=weight(x, rank, heads * size, form),
-            w_kv=weight(x, hidden, size, form),
-            gamma_cq=x.normal(rank),
-            gamma_kv=x.normal(size),
+            **weights(x, hidden, rank, heads, size, form),
             sinks=x.normal(heads, dtype=WIDE),
             sin=x.normal(requests, steps, rotary),
             cos=x.normal(requests, steps, rotary),

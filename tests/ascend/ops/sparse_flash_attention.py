@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from .. import memory
+from ..alike import MANY_REQUESTS
 from ..case import Arguments, Case, Inputs, in_rounds
 from ..conditions import a_page_past_the_last, far_apart, many_requests, pages_apart, with_
 from ..controls import Control
+from ..pages import shuffled
 
 D, DR = 512, 64
 
@@ -34,13 +36,7 @@ def paged(
     D, DR = sizes
 
     def make(inputs: Inputs) -> Arguments:
-        reach = max(-(-n // page) for n in lengths) + 1
-        total = sum(-(-n // page) for n in lengths) + 3
-        order = inputs.permutation(total).tolist()
-        table = torch.full((len(lengths), reach), -1)
-        for i, n in enumerate(lengths):
-            used = -(-n // page)
-            table[i, :used] = torch.tensor([order.pop() for _ in range(used)])
+        table, order, total = shuffled(inputs, lengths, page, 3)
         key, key_rope = inputs.normal(total, page, 1, D), inputs.normal(total, page, 1, DR)
         inputs.forbid(key, order)
         inputs.forbid(key_rope, order)
@@ -398,13 +394,7 @@ CONTROLS = (
         "(number <= pages)",
         "the page past the last",
     ),
-    Control(
-        "128 requests at most",
-        "ragged",
-        "for start in range(0, requests, 128)",
-        "for start in range(0, 1, 128)",
-        "TND, 133 requests, paged",
-    ),
+    MANY_REQUESTS,
     Control(
         "the last tile forgotten where it has one slot",
         OP[4:],
