@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...dispatch.common import memory
+from ...dispatch.ops.delta_rule.fused_sigmoid_gating_delta_rule_update import Arguments
 from ..common import cores, tune, tuples
 from ..common.lengths import latest, left
 
@@ -374,36 +376,16 @@ class Given:
     accepted: Tensor | None
 
 
-def forward(**x: Any) -> Tensor:
+def forward(**x: Unpack[Arguments]) -> Tensor:
     """The op by itself."""
-    return launch(**x, given=None)
+    return launch(None, **x)
 
 
-def launch(
-    A_log: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    softplus_beta: float,
-    softplus_threshold: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    b: Tensor,
-    initial_state_source: Tensor,
-    initial_state_indices: Tensor,
-    scale: float | None,
-    use_qk_l2norm_in_kernel: bool,
-    cu_seqlens: Tensor | None,
-    state_layout: str,
-    is_kda: bool,
-    disable_state_update: bool,
-    intermediate_states: Tensor | None,
-    intermediate_state_indices: Tensor | None,
-    retrieve_parent_token: Tensor | None,
-    lower_bound: float | None,
-    allow_neg_eigval: bool,
-    given: Given | None,
-) -> Tensor:
+def launch(given: Given | None, **x: Unpack[Arguments]) -> Tensor:
+    A_log, a, b, q, k, v = (x[name] for name in ("A_log", "a", "b", "q", "k", "v"))
+    pool, slot_of, is_kda = x["initial_state_source"], x["initial_state_indices"], x["is_kda"]
+    scale, lower_bound, cu_seqlens = x["scale"], x["lower_bound"], x["cu_seqlens"]
+    states, state_of = x["intermediate_states"], x["intermediate_state_indices"]
     batch, length, heads, key_size = q.shape
     value_heads, value_size = v.shape[2:]
     out = memory.empty(v.shape, v.dtype, v.device)
@@ -419,34 +401,34 @@ def launch(
     config = _tile(key_size, value_size)
     assert config is not None
     parts = sequences * value_heads * (value_size // config.tiles["VALUE_TILE"])
-    cache = initial_state_source if intermediate_states is None else intermediate_states
-    parents = retrieve_parent_token
+    cache = pool if states is None else states
+    parents = x["retrieve_parent_token"]
     if parents is not None and parents.shape[1] == 0:
         parents = parents.new_full((sequences, 1), -1)  # no kernel reads an empty tensor
     update[(min(parts, cores.vector()),)](
         A_log,
         a,
-        dt_bias,
+        x["dt_bias"],
         q,
         k,
         v,
         b,
-        initial_state_source,
-        initial_state_indices,
-        initial_state_indices if cu_seqlens is None else cu_seqlens,
-        initial_state_indices if accepted is None else accepted,
+        pool,
+        slot_of,
+        slot_of if cu_seqlens is None else cu_seqlens,
+        slot_of if accepted is None else accepted,
         cache,
-        initial_state_indices if intermediate_state_indices is None else intermediate_state_indices,
-        initial_state_indices if parents is None else parents,
+        slot_of if state_of is None else state_of,
+        slot_of if parents is None else parents,
         out,
-        softplus_beta,
-        softplus_threshold,
+        x["softplus_beta"],
+        x["softplus_threshold"],
         0.0 if lower_bound is None else lower_bound,
         key_size**-0.5 if scale is None else scale,
         sequences,
         length,
         length,
-        initial_state_source.shape[0],
+        pool.shape[0],
         cache.shape[0],
         cache.shape[1],
         parents.shape[1] if parents is not None else 0,
@@ -455,23 +437,23 @@ def launch(
         *v.stride()[:3],
         *a.stride()[:3],
         *b.stride()[:2],
-        initial_state_source.stride(0),
+        pool.stride(0),
         cache.stride(0),
         cache.stride(1),
         HEADS=heads,
         VALUE_HEADS=value_heads,
         KEY=key_size,
         VALUE=value_size,
-        VALUE_FIRST=state_layout == "vk",
+        VALUE_FIRST=x["state_layout"] == "vk",
         KDA=is_kda,
-        NORM=use_qk_l2norm_in_kernel,
+        NORM=x["use_qk_l2norm_in_kernel"],
         BOUNDED=lower_bound is not None,
         VARLEN=cu_seqlens is not None,
-        NEG=allow_neg_eigval,
+        NEG=x["allow_neg_eigval"],
         GIVEN=given is not None,
         ACCEPTED=accepted is not None,
-        STORE=not disable_state_update and given is None,
-        KEEP=intermediate_states is not None,
+        STORE=not x["disable_state_update"] and given is None,
+        KEEP=states is not None,
         TREE=parents is not None,
         **config.keywords,
     )
