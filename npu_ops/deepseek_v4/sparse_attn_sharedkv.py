@@ -97,7 +97,7 @@ def runs_of(
         count = tl.minimum(origin + (i + 1) * SPAN, end) - first
         exists = i < runs
         slot = placed(
-            first, exists, of_request, request, start, end, pages, page, page_rows, KEYS, PIECE
+            first, exists, of_request, request, start, end, 0, pages, page, page_rows, KEYS, PIECE
         )
         count = tl.where(slot >= 0, count, 0)
         to = of_row + HEAD + at + i
@@ -301,7 +301,6 @@ def collect(
         begin = tl.load(of_row + BEGIN)
         limit = tl.load(of_row + (CLOSED if FAR else LIMIT))
         start = tl.load(of_row + (FIRST_ENTRY if FAR else FIRST_ROW))
-        of_table = table + request.to(tl.int64) * table_stride
         of_index = index + token * index_stride
         length = count
         if LENGTHS:
@@ -330,10 +329,11 @@ def collect(
                 slot = placed(
                     position,
                     exists,
-                    of_table,
+                    table,
                     request,
                     start,
                     limit,
+                    table_stride,
                     pages,
                     page,
                     page_rows,
@@ -761,17 +761,7 @@ def _reach(kv: Tensor, table: Tensor | None) -> int:
     return kv.shape[1] * (1 if table is None else table.shape[1])
 
 
-def unsupported(
-    q: Tensor,
-    ori_kv: Tensor,
-    cmp_kv: Tensor | None,
-    ori_sparse_indices: Tensor | None,
-    cmp_sparse_indices: Tensor | None,
-    ori_block_table: Tensor | None,
-    cmp_block_table: Tensor | None,
-    indices_are_slots: bool,
-    **_: Any,
-) -> str | None:
+def unsupported(q: Tensor, **x: Any) -> str | None:
     if reason := tiling.not_multiplied(q=q):
         return reason
     size = q.shape[-1]
@@ -780,12 +770,12 @@ def unsupported(
     if overflow := tiling.weigh_overflow(16, 64, size, 0):
         return overflow
     for name, kv, table, index in (
-        ("ori_kv", ori_kv, ori_block_table, ori_sparse_indices),
-        ("cmp_kv", cmp_kv, cmp_block_table, cmp_sparse_indices),
+        ("ori_kv", x["ori_kv"], x["ori_block_table"], x["ori_sparse_indices"]),
+        ("cmp_kv", x["cmp_kv"], x["cmp_block_table"], x["cmp_sparse_indices"]),
     ):
         if kv is None:
             continue
-        reach = kv.shape[:2].numel() if indices_are_slots else _reach(kv, table)
+        reach = kv.shape[:2].numel() if x["indices_are_slots"] else _reach(kv, table)
         if max(reach, 0 if index is None else index.shape[-1]) > ragged.LONGEST:
             return f"`{name}` reaches {reach} rows, the kernel reaches {ragged.LONGEST}"
         if kv.ndim == 4 and kv.shape[0] > ragged.LONGEST:
@@ -798,41 +788,21 @@ def unsupported(
 class Seen:
     """What the tokens of a call see: both sources, and what `note` takes besides its tiles."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        ori_kv: Tensor,
-        cmp_kv: Tensor | None,
-        ori_sparse_indices: Tensor | None,
-        cmp_sparse_indices: Tensor | None,
-        ori_block_table: Tensor | None,
-        cmp_block_table: Tensor | None,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_ori_kv: Tensor | None,
-        cu_seqlens_cmp_kv: Tensor | None,
-        seqused_q: Tensor | None,
-        seqused_kv: Tensor | None,
-        cmp_ratio: int,
-        ori_win_left: int,
-        layout_kv: str,
-        indices_are_slots: bool,
-        ori_topk_length: Tensor | None,
-        cmp_topk_length: Tensor | None,
-        **_: Any,
-    ) -> None:
+    def __init__(self, q: Tensor, **x: Any) -> None:
+        ori_kv, cmp_kv, slots = x["ori_kv"], x["cmp_kv"], x["indices_are_slots"]
+        tables = x["ori_block_table"], x["cmp_block_table"]
         *batch, tokens, _heads, _size = q.shape
         self.rows = tokens
-        self.requests = 1 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        self.requests = 1 if x["cu_seqlens_q"] is None else x["cu_seqlens_q"].shape[0] - 1
         if batch:
             self.requests, self.rows = batch[0], batch[0] * tokens
-        slots = indices_are_slots
-        ori_index = ori_sparse_indices if slots else None
-        window = ori_win_left + 1
+        indices = (x["ori_sparse_indices"] if slots else None), x["cmp_sparse_indices"]
+        window = x["ori_win_left"] + 1
         self.near = near = _source(
-            ori_kv, ori_block_table, ori_index, ori_topk_length, window, slots, q
+            ori_kv, tables[0], indices[0], x["ori_topk_length"], window, slots, q
         )
         self.far = far = _source(
-            cmp_kv, cmp_block_table, cmp_sparse_indices, cmp_topk_length, None, slots, q
+            cmp_kv, tables[1], indices[1], x["cmp_topk_length"], None, slots, q
         )
         self.nothing = near.count + (far.count if slots else 0) == 0
         self.far_at = (near.count + 2 * SPAN.value - 2) // SPAN.value
@@ -840,24 +810,24 @@ class Seen:
         self.plan = memory.empty((self.rows, self.width), torch.int32, q.device)
         none = torch.empty(0, dtype=torch.int32, device=q.device)
         lengths = dict(
-            sums=cu_seqlens_q,
-            used_q=seqused_q,
-            used_kv=None if slots else seqused_kv,
-            ori_sums=None if slots else cu_seqlens_ori_kv,
-            cmp_sums=None if slots else cu_seqlens_cmp_kv,
+            sums=x["cu_seqlens_q"],
+            used_q=x["seqused_q"],
+            used_kv=None if slots else x["seqused_kv"],
+            ori_sums=None if slots else x["cu_seqlens_ori_kv"],
+            cmp_sums=None if slots else x["cu_seqlens_cmp_kv"],
         )
         self.noting = dict(
             plan=self.plan,
-            **{n: none if x is None else ragged.int32(x) for n, x in lengths.items()},
+            **{n: none if of is None else ragged.int32(of) for n, of in lengths.items()},
             ori_table=near.table,
             cmp_table=far.table,
             tokens=tokens,
             requests=self.requests,
             width=self.width,
             window=near.count,
-            ratio=max(cmp_ratio, 1),
-            ori_reach=_reach(ori_kv, ori_block_table),
-            cmp_reach=0 if cmp_kv is None else _reach(cmp_kv, cmp_block_table),
+            ratio=max(x["cmp_ratio"], 1),
+            ori_reach=_reach(ori_kv, tables[0]),
+            cmp_reach=0 if cmp_kv is None else _reach(cmp_kv, tables[1]),
             ori_stride=near.table.stride(0),
             cmp_stride=far.table.stride(0),
             ori_pages=near.pages,
@@ -866,10 +836,10 @@ class Seen:
             cmp_page=far.page,
             ori_page_rows=near.page_rows,
             cmp_page_rows=far.page_rows,
-            Q_TND=cu_seqlens_q is not None,
-            Q_LENGTHS=seqused_q is not None,
-            KEYS=IN_SLOTS.value if slots else _KEYS[layout_kv],
-            K_LENGTHS=seqused_kv is not None and not slots,
+            Q_TND=x["cu_seqlens_q"] is not None,
+            Q_LENGTHS=x["seqused_q"] is not None,
+            KEYS=IN_SLOTS.value if slots else _KEYS[x["layout_kv"]],
+            K_LENGTHS=x["seqused_kv"] is not None and not slots,
             NEAR=near.how,
             FAR=far.how,
         )

@@ -376,14 +376,16 @@ class Given:
     accepted: Tensor | None
 
 
-def forward(**x: Any) -> Tensor:
+def forward(**x: Unpack[Arguments]) -> Tensor:
     """The op by itself."""
-    return launch(**x, given=None)
+    return launch(None, **x)
 
 
 def launch(given: Given | None, **x: Unpack[Arguments]) -> Tensor:
-    q, k, v, a, b, cu_seqlens = x["q"], x["k"], x["v"], x["a"], x["b"], x["cu_seqlens"]
-    pool, slots = x["initial_state_source"], x["initial_state_indices"]
+    A_log, a, b, q, k, v = (x[name] for name in ("A_log", "a", "b", "q", "k", "v"))
+    pool, slot_of, is_kda = x["initial_state_source"], x["initial_state_indices"], x["is_kda"]
+    scale, lower_bound, cu_seqlens = x["scale"], x["lower_bound"], x["cu_seqlens"]
+    states, state_of = x["intermediate_states"], x["intermediate_state_indices"]
     batch, length, heads, key_size = q.shape
     value_heads, value_size = v.shape[2:]
     out = memory.empty(v.shape, v.dtype, v.device)
@@ -391,7 +393,7 @@ def launch(given: Given | None, **x: Unpack[Arguments]) -> Tensor:
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if out.numel() == 0 or sequences == 0:
         return out.zero_()
-    channels = key_size if x["is_kda"] else 1
+    channels = key_size if is_kda else 1
     a = (a if a.ndim == 4 else a.unflatten(-1, (value_heads, channels))).reshape(
         batch, length, value_heads, channels
     )
@@ -399,12 +401,12 @@ def launch(given: Given | None, **x: Unpack[Arguments]) -> Tensor:
     config = _tile(key_size, value_size)
     assert config is not None
     parts = sequences * value_heads * (value_size // config.tiles["VALUE_TILE"])
-    cache = pool if x["intermediate_states"] is None else x["intermediate_states"]
-    rows, parents = x["intermediate_state_indices"], x["retrieve_parent_token"]
+    cache = pool if states is None else states
+    parents = x["retrieve_parent_token"]
     if parents is not None and parents.shape[1] == 0:
         parents = parents.new_full((sequences, 1), -1)  # no kernel reads an empty tensor
     update[(min(parts, cores.vector()),)](
-        x["A_log"],
+        A_log,
         a,
         x["dt_bias"],
         q,
@@ -412,17 +414,17 @@ def launch(given: Given | None, **x: Unpack[Arguments]) -> Tensor:
         v,
         b,
         pool,
-        slots,
-        slots if cu_seqlens is None else cu_seqlens,
-        slots if accepted is None else accepted,
+        slot_of,
+        slot_of if cu_seqlens is None else cu_seqlens,
+        slot_of if accepted is None else accepted,
         cache,
-        slots if rows is None else rows,
-        slots if parents is None else parents,
+        slot_of if state_of is None else state_of,
+        slot_of if parents is None else parents,
         out,
         x["softplus_beta"],
         x["softplus_threshold"],
-        0.0 if x["lower_bound"] is None else x["lower_bound"],
-        key_size**-0.5 if x["scale"] is None else x["scale"],
+        0.0 if lower_bound is None else lower_bound,
+        key_size**-0.5 if scale is None else scale,
         sequences,
         length,
         length,
@@ -443,15 +445,15 @@ def launch(given: Given | None, **x: Unpack[Arguments]) -> Tensor:
         KEY=key_size,
         VALUE=value_size,
         VALUE_FIRST=x["state_layout"] == "vk",
-        KDA=x["is_kda"],
+        KDA=is_kda,
         NORM=x["use_qk_l2norm_in_kernel"],
-        BOUNDED=x["lower_bound"] is not None,
+        BOUNDED=lower_bound is not None,
         VARLEN=cu_seqlens is not None,
         NEG=x["allow_neg_eigval"],
         GIVEN=given is not None,
         ACCEPTED=accepted is not None,
         STORE=not x["disable_state_update"] and given is None,
-        KEEP=x["intermediate_states"] is not None,
+        KEEP=states is not None,
         TREE=parents is not None,
         **config.keywords,
     )
