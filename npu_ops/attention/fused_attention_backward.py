@@ -131,7 +131,8 @@ def grad_keys(
     d = tl.arange(0, DIM)
     e = tl.arange(0, VALUE_DIM)
     group = heads // key_heads
-    turn, turns = tl.program_id(0), tl.num_programs(0)
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
     end_q = 0
     end_k = 0
     for n in range(0, sequences + 2 * VARLEN):
@@ -280,7 +281,8 @@ def grad_query(
     j = tl.arange(0, KEY_TILE)
     d = tl.arange(0, DIM)
     e = tl.arange(0, VALUE_DIM)
-    turn, turns = tl.program_id(0), tl.num_programs(0)
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
     end_q = 0
     end_k = 0
     for n in range(0, sequences + 2 * VARLEN):

@@ -154,7 +154,8 @@ def convolve(
 ):
     """The outputs of parts of sequences."""
     d, tiles = tiled(of.channels, CHANNEL_TILE)
-    start, n = 0, -1
+    start = 0
+    n = -1
     for work in range(tl.program_id(0), of.sequences * parts * tiles, tl.num_programs(0)):
         n, part, start, size, first, count = piece_of(work, parts, n, start, *of, CHANNEL_TILE)
         of_x = x + at_sequence(n, start, *x_stride, of.VARLEN) + first
@@ -228,7 +229,8 @@ def finish(
 ):
     """The last W - 1 tokens of a sequence, and of its history where it is shorter."""
     d, tiles = tiled(of.channels, CHANNEL_TILE)
-    start, n = 0, -1
+    start = 0
+    n = -1
     for work in range(tl.program_id(0), of.sequences * tiles, tl.num_programs(0)):
         n, _, start, size, first, count = piece_of(work, 1, n, start, *of, CHANNEL_TILE)
         of_x = x + at_sequence(n, start, *x_stride, of.VARLEN) + first

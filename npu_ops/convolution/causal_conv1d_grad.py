@@ -99,7 +99,8 @@ def walk(
 ):
     """dx, d_history and a part's sums [W + 1, channels]."""
     d, tiles = tiled(of.channels, CHANNEL_TILE)
-    start, n = 0, -1
+    start = 0
+    n = -1
     for work in range(tl.program_id(0), of.sequences * parts * tiles, tl.num_programs(0)):
         n, part, start, size, first, count = piece_of(work, parts, n, start, *of, CHANNEL_TILE)
         of_x = x + at_sequence(n, start, *x_stride, of.VARLEN) + first

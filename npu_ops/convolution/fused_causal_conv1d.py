@@ -72,7 +72,8 @@ def push(
 ):
     """The histories of the sequences, and the rows of the pool behind their tokens."""
     d, tiles = tiled(of.channels, CHANNEL_TILE)
-    start, n = 0, -1
+    start = 0
+    n = -1
     for work in range(tl.program_id(0), of.sequences * tiles, tl.num_programs(0)):
         n, _, start, size, first, count = piece_of(work, 1, n, start, *of, CHANNEL_TILE)
         of_x = x + at_sequence(n, start, *x_stride, of.VARLEN) + first
@@ -132,7 +133,8 @@ def fill(
     """The states at the ends of blocks."""
     d, tiles = tiled(of.channels, CHANNEL_TILE)
     blocks = slots.blocks
-    start, n = 0, -1
+    start = 0
+    n = -1
     for work in range(tl.program_id(0), of.sequences * blocks * tiles, tl.num_programs(0)):
         n, chunk, start, size, first, count = piece_of(work, blocks, n, start, *of, CHANNEL_TILE)
         of_x = x + at_sequence(n, start, *x_stride, of.VARLEN) + first

@@ -113,7 +113,8 @@ def grad_keys(
     launches outside: a load of earlier sums keeps the vector units from sharing the tile."""
     p = tl.arange(0, KEY_TILE)
     d = tl.arange(0, DIM)
-    turn, turns = tl.program_id(0), tl.num_programs(0)
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
     steps_of_token = (heads + HEAD_TILE - 1) // HEAD_TILE
     for request in range(0, of.requests):
         token, count = tokens_of(

@@ -199,7 +199,8 @@ def grad_keys(
     HALF: tl.constexpr = C.LATENT // 2
     j = tl.arange(0, KEY_TILE)
     d = tl.arange(0, HALF)
-    turn, turns = tl.program_id(0), tl.num_programs(0)
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
     steps_of_token = (heads + HEAD_TILE - 1) // HEAD_TILE
     for request in range(0, of.requests):
         token, count = tokens_of(
