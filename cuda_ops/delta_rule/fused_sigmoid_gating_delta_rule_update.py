@@ -640,10 +640,10 @@ def launch(
     **x: Unpack[Rule],
 ) -> Tensor:
     q, k, v, a, b, cu_seqlens = x["q"], x["k"], x["v"], x["a"], x["b"], x["cu_seqlens"]
-    pool, slots = x["initial_state_source"], x["initial_state_indices"]
+    pool, indices = x["initial_state_source"], x["initial_state_indices"]
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
-    N = slots.shape[0]
+    N = indices.shape[0]
     accepted = None
     if given is not None:
         cu_seqlens, accepted = given.lengths, given.accepted
@@ -678,7 +678,7 @@ def launch(
         v,
         b,
         pool,
-        slots,
+        indices,
         cu_seqlens,
         accepted,
         cache,

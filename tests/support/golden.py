@@ -8,7 +8,7 @@ definition says so, and products accumulate in float32.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -33,8 +33,21 @@ def rope(u: Tensor, sin: Tensor, cos: Tensor, interleaved: bool) -> Tensor:
     return torch.stack([v[i] * cos[i] + turned[i] * sin[i] for i in range(len(v))])
 
 
-class Layer(SimpleNamespace):
+@dataclass
+class Layer:
     """Row-major weights, float64."""
+
+    w_dq: Tensor  # [H, Rq]
+    w_uq_qr: Tensor  # [Rq, N * (Dn + Dr)]
+    w_uk: Tensor  # [N, Dn, R]
+    w_dkv_kr: Tensor  # [H, R + Dr]
+    gamma_cq: Tensor
+    gamma_ckv: Tensor
+    w_idx_qb: Tensor  # [Rq, Ni * Di]
+    w_idx_k: Tensor  # [H, Di]
+    w_idx_proj: Tensor  # [H, Ni]
+    in_gamma_k: Tensor
+    in_beta_k: Tensor
 
     @staticmethod
     def draw(H=80, Rq=48, N=3, Dn=16, R=48, Dr=16, Ni=16, Di=32) -> Layer:
@@ -42,22 +55,22 @@ class Layer(SimpleNamespace):
             return torch.randn(shape).double() * shape[-2] ** -0.5
 
         return Layer(
-            w_dq=matrix(H, Rq),
-            w_uq_qr=matrix(Rq, N * (Dn + Dr)),
-            w_uk=matrix(N, Dn, R),
-            w_dkv_kr=matrix(H, R + Dr),
-            gamma_cq=torch.randn(Rq).double(),
-            gamma_ckv=torch.randn(R).double(),
-            w_idx_qb=matrix(Rq, Ni * Di),
-            w_idx_k=matrix(H, Di),
-            w_idx_proj=matrix(H, Ni),
-            in_gamma_k=torch.randn(Di).double(),
-            in_beta_k=torch.randn(Di).double(),
+            matrix(H, Rq),
+            matrix(Rq, N * (Dn + Dr)),
+            matrix(N, Dn, R),
+            matrix(H, R + Dr),
+            torch.randn(Rq).double(),
+            torch.randn(R).double(),
+            matrix(Rq, Ni * Di),
+            matrix(H, Di),
+            matrix(H, Ni),
+            torch.randn(Di).double(),
+            torch.randn(Di).double(),
         )
 
     def to(self, dtype: torch.dtype) -> Layer:
         """The same weights in `dtype`."""
-        return Layer(**{name: weight.to(dtype) for name, weight in vars(self).items()})
+        return Layer(*(getattr(self, field.name).to(dtype) for field in fields(self)))
 
 
 class Golden:

@@ -92,7 +92,8 @@ def held(base, at):
     if base is not None:
         state = gl.load(base + at).to(gl.float32)
     else:
-        state = gl.zeros(at.shape, gl.float32, layout=at.type.layout)
+        LAYOUT: gl.constexpr = at.type.layout
+        state = gl.zeros(at.shape, gl.float32, layout=LAYOUT)
     return state
 
 

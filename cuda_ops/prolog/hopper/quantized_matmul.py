@@ -137,7 +137,8 @@ def _product(
     BLOCK_T: gl.constexpr = C.BLOCK_T
     BLOCK_N: gl.constexpr = C.BLOCK_N
     STAGES: gl.constexpr = C.STAGES
-    B: gl.constexpr = ends(C.N, BLOCK_N)
+    N: gl.constexpr = C.N
+    B: gl.constexpr = ends(N, BLOCK_N)
     BYTES: gl.constexpr = (BLOCK_N + BLOCK_T) * 128
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, 128], w0.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, 128], x.layout)
@@ -150,9 +151,9 @@ def _product(
     lo = run * C.CHUNKS
     group = gl.program_id(2)
     row = group * tokens + token  # of x
-    column = group * C.N[0]  # of a group's one weight, and of out
+    column = group * N[0]  # of a group's one weight, and of out
     x_scale += group.to(gl.int64) * tokens * C.KB
-    s0 += group * (C.KB * ((C.N[0] + 127) // 128))
+    s0 += group * (C.KB * ((N[0] + 127) // 128))
 
     LANES: gl.constexpr = min(C.WINDOW, 32)
     along: gl.constexpr = gl.BlockedLayout(
@@ -168,7 +169,7 @@ def _product(
         _fetch(w0, column, block, 0, B[0], BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
         _fetch(w1, column, block, B[0], B[1], BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
         _fetch(w2, column, block, B[1], B[2], BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
-    by = _scales(s0, s1, s2, block, k_block, C.KB, C.N, BLOCK_N)
+    by = _scales(s0, s1, s2, block, k_block, C.KB, N, BLOCK_N)
     handover.follow(C.FIRST, C.LATE, C.SECOND)
     for i in gl.static_range(STAGES):
         tma_load(x, [row, (lo + i) * 128], full.index(i), x_tiles.index(i))
@@ -214,11 +215,11 @@ def _product(
             else:
                 acc += part * scale[:, None]
         k_block += C.WINDOW
-        by = _scales(s0, s1, s2, block, k_block, C.KB, C.N, BLOCK_N)
+        by = _scales(s0, s1, s2, block, k_block, C.KB, N, BLOCK_N)
 
     if C.SWAP:
         acc = acc.permute([1, 0])
-    _store(acc, out, tokens, token, column, block, run, C.N, C.GROUPS)
+    _store(acc, out, tokens, token, column, block, run, N, C.GROUPS)
     forget(full)
     if C.LATE:
         gdc_wait()
