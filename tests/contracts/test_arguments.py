@@ -28,9 +28,6 @@ MEANT = {
     # states are square, and only what is widened twice is added up together
     ("cuda_ops/delta_rule/kda_layer_decode.py", "K", "V"),
     ("cuda_ops/delta_rule/kda_layer_decode.py", "TWICE", "TOGETHER"),
-    # keys without a rope
-    ("cuda_ops/deepseek_v4/hopper/sparse_attn_sharedkv_decode.py", "queries", "query_ropes"),
-    ("cuda_ops/deepseek_v4/hopper/sparse_attn_sharedkv_decode.py", "left", "ropes"),
     # float32, rounded later
     ("cuda_ops/attention/hopper/fused_attention_backward.py", "sums", "grad_q"),
     ("cuda_ops/attention/hopper/fused_attention_backward.py", "D", "WIDTH"),
