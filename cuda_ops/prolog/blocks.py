@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Which block of a product with joined weights a program has, and where it stores."""
+"""Which block of a product with fused weights a program has, and where it stores."""
 
 from __future__ import annotations
 
