@@ -91,6 +91,8 @@ an address is the sum of both
     causal_conv1d_update.update: -> left(n, starts,
     compressor.normalise: _added(at, product,
     fused_sigmoid_gating_delta_rule_update.update: -> left(n, starts,
+    index_cache_write.write: -> placed(row, slots,
+    latent_cache_write.write: -> placed(row, slots,
     rows._latent_rows: _summed(d, at,
     sharedkv_prolog_pto._window_rows: _summed(p, at,
 what a wider one alone uses is loaded as well, and dropped by the front end

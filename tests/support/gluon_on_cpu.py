@@ -147,8 +147,11 @@ class Pointer:
 
     @classmethod
     def of(cls, x):
+        if x is None:
+            return None
         if isinstance(x, tuple):
-            return tuple(map(cls.of, x))
+            made = map(cls.of, x)
+            return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
         return cls(x, _block(x.storage_offset())) if torch.is_tensor(x) else _block(x)
 
     def __add__(self, offset):
@@ -437,7 +440,7 @@ class Kernel:
             constant = {p.name: p.is_constexpr for p in self.kernel.params}
             values = {
                 n: named[n]
-                if constant[n] or named[n] is None or hasattr(named[n], "block_shape")
+                if constant[n] or hasattr(named[n], "block_shape")
                 else Pointer.of(named[n])
                 for n in constant
             }

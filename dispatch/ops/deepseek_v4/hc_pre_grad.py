@@ -29,11 +29,11 @@ class Arguments(hc_pre.Arguments):
 
 
 def check(c: Checker, a: Arguments) -> None:
-    x, head = a["x"], is_head(a["hc_fn"])
+    x = a["x"]
     grads = tensors(a, "d_y", "d_post", "d_comb")
     c.same_device(x=x, **grads)
     hc_pre.check(c, a)
-    letters = "B S" if x.ndim == 4 else "T"
+    letters, head = "B S" if x.ndim == 4 else "T", is_head(a["hc_fn"])
     c.same_dtype(x=x, d_y=a["d_y"])
     c.dtype("d_post", a["d_post"], parameter_dtype(x))
     c.dtype("d_comb", a["d_comb"], parameter_dtype(x))
